@@ -999,18 +999,18 @@ def test_a_dtensor_gets_no_8_bit_moments(mesh):
         TritonAdamW([wrapped], moments_dtype=torch.uint8)
 
 
-def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(
-    mesh, monkeypatch
-):
-    runs = []
+def test_gradient_that_ddp_averages_is_left_for_step(mesh):
+    """DDP of one process averages, too; it raised with advice about clipping."""
+    runs, x = [], torch.ones(3, 5, device=DEVICE)
     for in_backward in (True, False):
-        model = Model()
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 4, device=DEVICE))
         optimizer = TritonAdamW(model.parameters(), step_in_backward=in_backward)
-        with monkeypatch.context() as several:
-            several.setattr(dist, "get_world_size", lambda: 2)
-            model.loss().backward()
-        assert not any(map(is_freed, model.parameters()))
-        optimizer.step()
+        for forward in (model.module, model):
+            optimizer.zero_grad()
+            forward(x).square().sum().backward()
+            assert not any(map(is_freed, model.parameters()))
+            optimizer.step()
         runs.append(optimizer)
     assert_same_run(*runs)
 

@@ -115,10 +115,10 @@ class TritonAdamW(torch.optim.Optimizer):
             step() then only counts.  To accumulate gradients, put every backward but the last into
             `with optimizer.accumulating():`; a second backward before step() raises without it.
             step() uses the gradients that the last backward did not reach.  It also uses those of
-            parameters that are whole on each of several processes, because DDP averages gradients
-            only after autograd has made them.  Gradients cannot be clipped or unscaled: until
-            step() a stepped parameter's .grad is a UsedGradient, which refuses that.  A copy of the
-            optimizer (copy.deepcopy, pickle) steps in step() alone.
+            parameters that are no DTensors where there is a process group, because DDP averages
+            gradients only after autograd has made them.  Gradients cannot be clipped or unscaled:
+            until step() a stepped parameter's .grad is a UsedGradient, which refuses that.  A copy
+            of the optimizer (copy.deepcopy, pickle) steps in step() alone.
         seed: of the random bits.  They also depend on the step and on the places of the parameter
             and the element, but not on how many processes share the parameter.
 
@@ -335,15 +335,14 @@ def offset_of(p: torch.Tensor) -> int:
 
 
 def _averaged_later(p: torch.Tensor) -> bool:
-    """Return True if p's gradient may come from this process's part of a batch alone.
+    """Return True if DDP may read p's gradient after the hooks, as it does in a single process too.
 
-    Under DDP it does, and a parameter does not know that it is under DDP.  A DTensor's gradient
-    comes from all processes of its mesh.
+    A parameter does not know that it is under DDP.  A DTensor's gradient comes from all processes
+    of its mesh.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    processes = p.device_mesh.size() if _is_dtensor(p) else 1
-    return torch.distributed.get_world_size() > processes
+    return not _is_dtensor(p) or torch.distributed.get_world_size() > p.device_mesh.size()
 
 
 # ---- An optimizer's groups and states
