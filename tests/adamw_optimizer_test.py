@@ -382,6 +382,15 @@ def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
     train_all(coded, wide, steps=1)
 
 
+def test_pytorchs_adamw_does_not_step_with_codes():
+    coded = TritonAdamW(make_params((7,)), moments_dtype=torch.uint8)
+    train(coded, random_grads(coded, 1))
+    torchs = torch.optim.AdamW(make_params((7,)))
+    torchs.load_state_dict(coded.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(torchs, random_grads(torchs, 1))
+
+
 @pytest.mark.parametrize("moments", [None, torch.uint8])
 def test_the_default_dtype_changes_no_step_and_nothing_that_is_loaded(moments):
     runs = [TritonAdamW(make_params(*SHAPES), moments_dtype=moments) for _ in range(4)]
@@ -401,10 +410,10 @@ def test_codes_of_another_size_or_type_are_refused():
         train(optimizer, random_grads(optimizer, 1))
         saved.append(copy.deepcopy(optimizer.state_dict()))
     before, codes = everything(optimizer), saved[1]["state"][0]
-    floats, scales = codes["exp_avg"].float(), saved[0]["state"][0]["scales"]
+    floats, scales = codes["exp_avg_codes"].float(), saved[0]["state"][0]["scales"]
     for error, wrong, sentence in (
         (ValueError, {"scales": scales}, r"scales of .* 0 has shape \(2, 2\), expected \(2, 1\)"),
-        (TypeError, {"exp_avg": floats}, r"exp_avg of .* is torch\.float32, expected torch\.int8"),
+        (TypeError, {"exp_avg_codes": floats}, r"is torch\.float32, expected torch\.int8"),
     ):
         with pytest.raises(error, match=sentence):
             optimizer.load_state_dict({**saved[1], "state": {0: {**codes, **wrong}}})
@@ -990,18 +999,18 @@ def test_a_dtensor_gets_no_8_bit_moments(mesh):
         TritonAdamW([wrapped], moments_dtype=torch.uint8)
 
 
-def test_gradient_that_other_processes_may_have_to_be_averaged_with_is_left_for_step(
-    mesh, monkeypatch
-):
-    runs = []
+def test_gradient_that_ddp_averages_is_left_for_step(mesh):
+    """DDP of one process averages, too; it raised with advice about clipping."""
+    runs, x = [], torch.ones(3, 5, device=DEVICE)
     for in_backward in (True, False):
-        model = Model()
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(5, 4, device=DEVICE))
         optimizer = TritonAdamW(model.parameters(), step_in_backward=in_backward)
-        with monkeypatch.context() as several:
-            several.setattr(dist, "get_world_size", lambda: 2)
-            model.loss().backward()
-        assert not any(map(is_freed, model.parameters()))
-        optimizer.step()
+        for forward in (model.module, model):
+            optimizer.zero_grad()
+            forward(x).square().sum().backward()
+            assert not any(map(is_freed, model.parameters()))
+            optimizer.step()
         runs.append(optimizer)
     assert_same_run(*runs)
 

@@ -477,6 +477,16 @@ def test_every_level_of_recompute_has_the_same_bits(mode):
         assert all(torch.equal(found[name], expected[name]) for name in expected), level
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_that_comes_later_has_the_same_bits(reentrant):
+    """Its layers computed in bf16, without a word."""
+    model, b = make_model("all"), batch()
+    expected = loss_and_gradients(model, b)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = loss_and_gradients(model, b)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.exhaustive
 def test_two_backwards_of_one_graph_are_equal():
     model, b = make_model("all"), batch()
@@ -557,8 +567,10 @@ def test_a_model_without_the_fused_layer_is_refused(rotary_replaced, monkeypatch
 
 
 HINDRANCES = {  # what keeps the fused layer, and so FP8, from standing for a layer
-    "gradient checkpointing": lambda model: model.gradient_checkpointing_enable(),
     "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: None),
+    "hooks": lambda model: [
+        layer.mlp.register_forward_hook(lambda *args: None) for layer in model.model.layers
+    ],
     "another norm": lambda model: setattr(
         model.model.layers[0].input_layernorm, "__class__", type("Norm", (TritonRMSNorm,), {})
     ),
@@ -572,7 +584,7 @@ def test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted(hinder):
     hinder(model)
     n_left = sum(layer.fits(layer.mlp.down_proj.weight, None) for layer in model.model.layers)
     if not n_left:
-        with pytest.raises(UserError, match=r"FP8 takes none of .* without hooks or gradient"):
+        with pytest.raises(UserError, match=r"FP8 takes none of .* fused layers without hooks"):
             fp8_layers(model, "all")
     else:
         with pytest.warns(UserWarning, match="FP8 takes 1 of the model's 2 layers"):

@@ -3,12 +3,14 @@
 import peft
 import pytest
 import torch
+from transformers import DynamicCache
 
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Workload
 from harness.data.dataset import Batch
 from harness.model import architecture
+from harness.model.known_texts import CACHE
 from harness.model.loading import load_model
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from next_steps.memory import meta_step
@@ -144,6 +146,25 @@ def test_a_norm_with_adapters_runs_again_and_no_product_does():
     assert products["norm"] == products["mlp"] == products["none"] < products["layer"]
 
 
+@pytest.mark.parametrize("attention_pays", [False, True])
+@pytest.mark.parametrize("kernels", [[], MODEL_KERNELS], ids=["none", "all"])
+def test_a_cache_is_filled_once_by_layers_that_run_twice(kernels, attention_pays, monkeypatch):
+    """It got every token twice, in the forward and in the backward, and gradients or an error."""
+    monkeypatch.setattr(recompute, "attention_pays", lambda *_: attention_pays)
+    model, ids, found = make_model(kernels), few_tokens().input_ids, []
+    for level in ("none", "layer"):
+        set_recompute(model, level).zero_grad()
+        cache = DynamicCache()
+        for part in (slice(2), slice(2, None)):
+            loss = model(ids[:, part], labels=ids[:, part], use_cache=True, **{CACHE: cache}).loss
+        loss.backward()
+        filled = {f"keys of {i}": layer.keys.detach() for i, layer in enumerate(cache.layers)}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append({"loss": loss.detach(), **filled, **gradients})
+    assert found[0]["keys of 1"].shape[2] == ids.shape[1]
+    assert_close(found[1], found[0], ALLOWED["fp32"])
+
+
 def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):
     model, batch = make_model([]), few_tokens()
     expected = loss_and_gradients(model, batch)
@@ -210,6 +231,14 @@ def test_no_product_runs_twice_but_a_layers(kernels):
     in_mlp = 3 if "swiglu" in kernels and "fused_layer" not in kernels else 2
     # the last product's result is nobody's input, unless it is made within a Function
     assert products["layer"] == products["none"] + LAYERS * (4 + in_mlp)
+
+
+def test_gradient_checkpointing_computes_what_the_level_layer_does():
+    model = make_model(MODEL_KERNELS)
+    expected = calls_of_a_step(set_recompute(model, "layer"))
+    set_recompute(model, None).gradient_checkpointing_enable({"use_reentrant": False})
+    found = calls_of_a_step(model)
+    assert (found.counts, found.products) == (expected.counts, expected.products)
 
 
 def test_a_norm_runs_twice_and_an_activation_in_mlp_alone():

@@ -1,23 +1,26 @@
 """Work for several processes of parallel_test.py: torchrun starts this file in each.
 
 torchrun --nproc-per-node 2 -m tests.several_processes train FOLDER BATCH_SIZE CASE CASE ...
-torchrun --nproc-per-node 2 -m tests.several_processes small SCRIPT FLAG ...
+torchrun --nproc-per-node 2 -m tests.several_processes small|exact SCRIPT FLAG ...
 torchrun --nproc-per-node 2 -m tests.several_processes raise|fault|die
 """
 
+import contextlib
 import os
 import runpy
 import signal
 import sys
 from pathlib import Path
+from unittest import mock
 
 from harness.cli import command_line, processes
 from harness.cli.command_line import RunError
 from next_steps import finetune_options
-from tests.small_workloads import TINY, smaller_config
+from tests.small_workloads import TINY, in_float64, smaller_config
 
 KERNEL_FLAGS = {
     "baseline": ["--kernels", "none"],
+    "exact": ["--kernels", "none"],
     "kernels": ["--kernels", "all"],
     "fp8": ["--kernels", "all", "--fp8"],
 }
@@ -30,9 +33,18 @@ def two_layers():
     return config
 
 
+def exact():
+    """Let models compute in float64 meanwhile, from the weights that they have in fp32."""
+    from harness.model import loading
+
+    load_model = loading.load_model
+    return mock.patch.object(loading, "load_model", lambda *args: in_float64(load_model(*args)))
+
+
 def train(folder: Path, case: str, batch_size: int) -> None:
     """Train a case, such as fsdp-kernels-3 with three micro-batches; recompute levels may follow.
 
+    exact in the place of kernels: in float64, without kernels.
     The record becomes FOLDER/CASE.json and the model FOLDER/CASE.  The data lie beside FOLDER.  One
     process ignores fsdp and ddp.
     """
@@ -52,7 +64,8 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
     workload = Workload.from_flags(args, HAS_GPU)
-    kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
+    with exact() if kernels == "exact" else contextlib.nullcontext():
+        kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
 
 
 def fail(how: str) -> None:
@@ -82,7 +95,7 @@ def main() -> None:
     from harness.model import architecture
 
     what, *rest = sys.argv[1:]
-    if what not in ("train", "small"):
+    if what not in ("train", "small", "exact"):
         return fail(what)
     architecture.tiny_config = two_layers
     dataset.VALIDATION_BATCHES = 2  # no multiple of three, and Triton's interpreter is slow
@@ -91,9 +104,10 @@ def main() -> None:
         from tests.fp8_layer_test import REFERENCES
 
         vars(fp8_layer).update(REFERENCES)
-    if what == "small":
+    if what != "train":
         sys.argv = rest
-        return runpy.run_path(rest[0], run_name="__main__")
+        with exact() if what == "exact" else contextlib.nullcontext():
+            return runpy.run_path(rest[0], run_name="__main__")
     folder, batch_size, *cases = rest
     for case in cases:
         train(Path(folder), case, int(batch_size))

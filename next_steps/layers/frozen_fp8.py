@@ -46,9 +46,9 @@ class FrozenFP8Weights(torch.nn.Module):
         self.register_buffer("codes", rows.codes.view(torch.uint8))
         self.register_buffer("scales", rows.scales.view(torch.int32))
         self.turn()
-        self.register_load_state_dict_post_hook(lambda module, _: module.turn())
+        self.register_load_state_dict_post_hook(FrozenFP8Weights.turn)
 
-    def turn(self) -> None:
+    def turn(self, _=None) -> None:
         """Make what is kept of the codes beside the codes."""
         codes = scales = None
         if self.keep_turned:

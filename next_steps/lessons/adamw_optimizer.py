@@ -90,13 +90,13 @@ class UsedGradient(torch.Tensor):
 
 # Settings of how to compute, not what.  They stay an optimizer's own when it loads a state.
 MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
-# Of a state: the moments, and the scales that they have if they are codes.
+# The moments of a state.  Codes have keys of their own: torch.optim.AdamW would step with them.
 PLAIN_MOMENTS = "exp_avg", "exp_avg_sq"
-CODED_MOMENTS = (*PLAIN_MOMENTS, "scales")
+CODED_MOMENTS = "exp_avg_codes", "exp_avg_sq_codes", "scales"
 
 
 class TritonAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW in one kernel per parameter, with its `state_dict` keys.
+    """torch.optim.AdamW in one kernel per parameter, with its `state_dict` keys but for codes.
 
     A step never waits for the GPU.  Of a DTensor, as fully_shard (FSDP2) makes them, each process
     steps its local shard, and the moments are DTensors of the same placements.  FSDP2 runs the
@@ -109,16 +109,16 @@ class TritonAdamW(torch.optim.Optimizer):
         capturable: True and False are the same, because every step can be captured.
         amsgrad, foreach, differentiable, fused: PyTorch's arguments; True is refused.
         moments_dtype: float32 or bfloat16; None: the parameter's, but float32 for float16; uint8:
-            codes of 8 bits with scales, which are one more entry of a parameter's state.
+            codes of 8 bits with scales, which torch.optim.AdamW cannot load.
         stochastic_rounding: round bfloat16 weights and moments up or down at random, codes never.
         step_in_backward: update each parameter during the backward and free its gradient at once;
             step() then only counts.  To accumulate gradients, put every backward but the last into
             `with optimizer.accumulating():`; a second backward before step() raises without it.
             step() uses the gradients that the last backward did not reach.  It also uses those of
-            parameters that are whole on each of several processes, because DDP averages gradients
-            only after autograd has made them.  Gradients cannot be clipped or unscaled: until
-            step() a stepped parameter's .grad is a UsedGradient, which refuses that.  A copy of the
-            optimizer (copy.deepcopy, pickle) steps in step() alone.
+            parameters that are no DTensors where there is a process group, because DDP averages
+            gradients only after autograd has made them.  Gradients cannot be clipped or unscaled:
+            until step() a stepped parameter's .grad is a UsedGradient, which refuses that.  A copy
+            of the optimizer (copy.deepcopy, pickle) steps in step() alone.
         seed: of the random bits.  They also depend on the step and on the places of the parameter
             and the element, but not on how many processes share the parameter.
 
@@ -335,15 +335,14 @@ def offset_of(p: torch.Tensor) -> int:
 
 
 def _averaged_later(p: torch.Tensor) -> bool:
-    """Return True if p's gradient may come from this process's part of a batch alone.
+    """Return True if DDP may read p's gradient after the hooks, as it does in a single process too.
 
-    Under DDP it does, and a parameter does not know that it is under DDP.  A DTensor's gradient
-    comes from all processes of its mesh.
+    A parameter does not know that it is under DDP.  A DTensor's gradient comes from all processes
+    of its mesh.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    processes = p.device_mesh.size() if _is_dtensor(p) else 1
-    return torch.distributed.get_world_size() > processes
+    return not _is_dtensor(p) or torch.distributed.get_world_size() > p.device_mesh.size()
 
 
 # ---- An optimizer's groups and states
@@ -355,12 +354,11 @@ def new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, t
         given = "a parameter without state is captured, and each replay would reset it"
         raise RuntimeError(f"{given}: make a step before.")
     if moments_dtype == torch.uint8:
-        moments = new_moments(p)
+        moments = dict(zip(CODED_MOMENTS, new_moments(p)))
     else:
         dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
-        moments = [torch.zeros_like(p, dtype=dtype) for _ in PLAIN_MOMENTS]
-    step = torch.zeros((), dtype=torch.float32, device=p.device)
-    return {"step": step, **dict(zip(CODED_MOMENTS, moments))}
+        moments = {key: torch.zeros_like(p, dtype=dtype) for key in PLAIN_MOMENTS}
+    return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
 
 
 def _check_group(group: dict) -> None:
@@ -430,10 +428,12 @@ def _check_placements(p: torch.Tensor, rounding: bool) -> None:
 
 def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.Tensor]:
     """Return what a state_dict holds for a parameter; refuse it unless it fits."""
-    loaded, codes = {}, new_moments(torch.empty_like(_local(p), device="meta"))
-    expected_tensors = {"step": torch.zeros((), dtype=torch.float32), "exp_avg": p, "exp_avg_sq": p}
+    loaded, expected_tensors = {}, {"step": torch.zeros((), dtype=torch.float32)}
     if "scales" in saved:
+        codes = new_moments(torch.empty_like(_local(p), device="meta"))
         expected_tensors |= zip(CODED_MOMENTS, codes)
+    else:
+        expected_tensors |= dict.fromkeys(PLAIN_MOMENTS, p)
     for key, like in expected_tensors.items():
         name = f"{key} of parameter {number}"
         if key not in saved:
@@ -455,15 +455,14 @@ def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.
 
 def _with_keys_of(own: dict, loaded: dict) -> dict[str, torch.Tensor]:
     """Return what was loaded; where only one of both has codes, in the other's form."""
-    moments = None
-    if own.keys() > loaded.keys():
-        moments = quantize_moments(*(loaded[key].float() for key in PLAIN_MOMENTS))
-    elif own.keys() < loaded.keys():
-        codes = Moments(*(loaded[key] for key in CODED_MOMENTS))
-        moments = dequantize_moments(codes, torch.float32)
-    if moments is None:
+    if own.keys() == loaded.keys():
         return loaded
-    return {"step": loaded["step"], **dict(zip(CODED_MOMENTS, moments))}
+    step, *moments = loaded.values()
+    if "scales" in loaded:
+        moments = dequantize_moments(Moments(*moments), torch.float32)
+    else:
+        moments = quantize_moments(*(t.float() for t in moments))
+    return dict(zip(own, (step, *moments)))
 
 
 def _kept(own, saved, filled: dict[torch.Tensor, float]) -> float | torch.Tensor:

@@ -346,7 +346,6 @@ class DecoderLayer(torch.nn.Module):
             and all(is_product(projection, hidden_states.dtype) for projection in projections)
             and not output_attentions
             and (hidden_states.is_meta or not torch.is_autocast_enabled(hidden_states.device.type))
-            and not (self.gradient_checkpointing and self.training)
         )
 
     def forward(self, hidden_states, *args, **kwargs):
@@ -357,8 +356,10 @@ class DecoderLayer(torch.nn.Module):
 
     def compute(self, hidden_states, **kwargs):
         """Do what the layer does, by its Functions; the caller has asked `fits`."""
+        twice = self.gradient_checkpointing and self.training  # as at recompute.py's level layer
+        keep_norm, keep_product = self.keep_norm or twice, self.keep_product or twice
         residual, *projected = norm_linear(
-            hidden_states, self.input_layernorm, *self.of_attention(), keep_norm=self.keep_norm
+            hidden_states, self.input_layernorm, *self.of_attention(), keep_norm=keep_norm
         )
         attended, _ = attend(self.self_attn, *projected, **kwargs)
         (attended,) = lora_linear(attended, self.self_attn.o_proj)
@@ -366,8 +367,8 @@ class DecoderLayer(torch.nn.Module):
             residual + attended,
             self.post_attention_layernorm,
             *self.of_mlp(),
-            keep_norm=self.keep_norm,
-            keep_product=self.keep_product,
+            keep_norm=keep_norm,
+            keep_product=keep_product,
         )
         return residual + out
 

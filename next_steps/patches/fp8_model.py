@@ -77,8 +77,7 @@ def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
                 layer.__class__, layer.casts = in_fp8, Casts(mode)
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
-    plain = f"fused layers with plain projections whose sizes {MULTIPLE} divides"
-    expected = f"{plain}, without hooks or gradient checkpointing"
+    expected = f"fused layers without hooks, with plain projections whose sizes {MULTIPLE} divides"
     if not n_fp8:
         raise UserError(f"--fp8: {given}, expected {expected}: leave FP8 out")
     if n_fp8 < len(layers):

@@ -65,6 +65,7 @@ class Offloader:
     """The stream of the copies and the account of the host's memory, for all layers of a model."""
 
     def __init__(self, model: torch.nn.Module):
+        self.model = model
         self.streams = torch.get_device_module(DEVICE)
         self.stream = self.streams.Stream()
         self.resident = {
@@ -76,6 +77,10 @@ class Offloader:
         self.leaving: list[torch.Tensor] = []  # the last layer's, until they are copied
         self.left = None  # the event after those copies
         self.layer: Layer | None = None  # the last one that ran
+
+    def __getstate__(self) -> dict:
+        """Return what a copy has until its model runs: a stream is not copied."""
+        return {"model": self.model}
 
     def take(self, n_bytes: int) -> torch.Tensor:
         """Return pinned memory, or raise HostMemoryError if the host has less."""
@@ -108,6 +113,8 @@ class Offloader:
 
     def begin(self, number: int, shared: object) -> None:
         """Begin a layer's forward; `shared` are the tensors that it got beside its input."""
+        if not hasattr(self, "stream"):  # a copy
+            self.__init__(self.model)
         stay = {
             t.untyped_storage()._cdata for t in tree_leaves(shared) if isinstance(t, torch.Tensor)
         }

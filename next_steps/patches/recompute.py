@@ -21,6 +21,7 @@ address.  `layer` is torch.utils.checkpoint around the whole layer.
 Limits: no torch.compile, no second derivative of what is computed again.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 
@@ -31,12 +32,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
 
 from harness.cli.flags import RECOMPUTE
 from harness.model.architecture import head_size
 from harness.model.exact_modules import is_unchanged
 from harness.model.families import family_of
-from harness.model.known_texts import is_known_text
+from harness.model.known_texts import CACHE, is_known_text
 from next_steps.patches import apply_kernels
 from next_steps.patches.offload import Offloader
 
@@ -187,8 +189,31 @@ def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class EarlierTokens:
+    """Stands for a cache when a layer runs again: it holds what the cache held before the layer."""
+
+    def __init__(self, cache: Cache, index: int):
+        self.of_layer = copy.copy((cache.layers[index : index + 1] or [DynamicLayer()])[0])
+
+    def update(self, k, v, index: int, *args, **kwargs):
+        return copy.copy(self.of_layer).update(k, v, *args, **kwargs)
+
+
+def fills_once(forward: Callable, cache: Cache, index: int) -> Callable:
+    """Return the layer's forward, which gets the cache the first time and then what it held."""
+    first, earlier = [cache], EarlierTokens(cache, index)
+
+    def run(*args, **kwargs):
+        # popped, because the cache's tensors have a graph that would hold the cache
+        return forward(*args, **kwargs, **{CACHE: first.pop() if first else earlier})
+
+    return run
+
+
 def checkpointed(config, layer, forward, hidden_states, *args, **kwargs):
     """Run a layer's forward, which runs again in the backward; hidden_states (B, T, H)."""
+    if kwargs.get(CACHE) is not None:
+        forward = fills_once(forward, kwargs.pop(CACHE), layer.self_attn.layer_idx)
     in_attention = config.attention_dropout > 0
     contexts = checkpoint.noop_context_fn
     # attention that is kept draws nothing again, and modules after it would draw other masks

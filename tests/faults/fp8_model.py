@@ -23,6 +23,13 @@ FAULTS = {
             "if not (self.training and takes_layer(self, hidden_states.dtype)):",
         ),
     ],
+    "test_gradient_checkpointing_that_comes_later_has_the_same_bits[False]": [
+        (
+            "steps aside for it",
+            "if not takes_layer(self, hidden_states.dtype):",
+            "if self.gradient_checkpointing or not takes_layer(self, hidden_states.dtype):",
+        ),
+    ],
     "test_a_model_without_the_fused_layer_is_refused[False]": [
         ("no layer is no error", "    if not n_fp8:\n", "    if False:\n"),
     ],
