@@ -135,7 +135,7 @@ def test_lora_around_the_projections(names, inplace):
     assert_all_passed(compare_modules(theirs, ours, x, dout))
 
 
-@pytest.mark.parametrize("where", PROJECTIONS)
+@pytest.mark.parametrize("where", [*PROJECTIONS, "act_fn"])
 @pytest.mark.parametrize(
     "register",
     ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],

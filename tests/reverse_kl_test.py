@@ -562,9 +562,9 @@ def test_launchers_refuse_targets_for_a_mask():
 
 def test_unknown_reduction_and_temperature_are_refused():
     expected = "expected 'batchmean', 'sum' or 'none', and a positive number"
-    with pytest.raises(ValueError, match=f"reduction is 'mean', temperature 1; {expected}"):
+    with pytest.raises(ValueError, match=f"reduction is 'mean', temperature 1.0; {expected}"):
         TritonReverseKLLoss(1, reduction="mean")(X, X)
-    for temperature in (0, -1.0, INF, NAN):
+    for temperature in (0.0, -1.0, INF, NAN):
         with pytest.raises(ValueError, match=f"temperature {temperature}; {expected}"):
             TritonReverseKLLoss(temperature)(X, X)
 

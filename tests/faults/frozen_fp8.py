@@ -15,7 +15,7 @@ FAULTS = {
         ("turned codes are always kept", "        if self.keep_turned:", "        if True:"),
     ],
     "test_a_state_dict_is_all_that_layers_of_other_numbers_need": [
-        ("turned codes of the weights before", "        self.register_load_state_dict_post_hook(lambda module, _: module.turn())\n", ""),
+        ("turned codes of the weights before", "        self.register_load_state_dict_post_hook(FrozenFP8Weights.turn)\n", ""),
     ],
     "test_codes_and_scales_stay_what_they_are_in_another_dtype": [
         ("scales as floating-point numbers", 'self.register_buffer("scales", rows.scales.view(torch.int32))', 'self.register_buffer("scales", rows.scales)'),

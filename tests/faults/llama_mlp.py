@@ -14,7 +14,7 @@ FAULTS = {
     "tests.llama_mlp_test::test_frozen_weights_get_no_gradient_and_no_matmul": [
         ("matmul for a frozen weight", "dgate.t() @ rows if need_w_gate else None", "dgate.t() @ rows"),
     ],
-    "tests.apply_kernels_test::test_hook_on_the_activation_is_called[swiglu]": [
+    "tests.llama_mlp_test::test_hooks_are_called_and_what_they_keep_is_not_overwritten[register_forward_hook-act_fn]": [
         ("activation bypassed", "is_silu(mlp.act_fn) and not", "not"),
     ],
     "tests.llama_mlp_test::test_mlp_of_another_activation_is_refused_with_a_sentence": [
@@ -27,7 +27,7 @@ FAULTS = {
         ("forward is not called", "all(map(is_matrix, projections))", "True"),
     ],
     "tests.llama_mlp_test::test_global_hooks_are_called": [
-        ("global hooks are not called", "has_global_hooks() or autocast", "autocast"),
+        ("global hooks are not called", " and not has_global_hooks()", ""),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[swiglu_mlp-True]": [
         ("second derivative is zero", 'refuse_second_derivative("SwiGLU in Triton")', 'pass'),
