@@ -90,9 +90,10 @@ class UsedGradient(torch.Tensor):
 
 # Settings of how to compute, not what.  They stay an optimizer's own when it loads a state.
 MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
-# The moments of a state.  Codes have keys of their own: torch.optim.AdamW would step with them.
-PLAIN_MOMENTS = "exp_avg", "exp_avg_sq"
-CODED_MOMENTS = "exp_avg_codes", "exp_avg_sq_codes", "scales"
+# A state's count of steps, and its moments.  With codes no key is torch.optim.AdamW's, which would
+# step with them as moments: its load_state_dict looks for "step" and raises.
+PLAIN = "step", "exp_avg", "exp_avg_sq"
+CODED = "coded_step", "exp_avg_codes", "exp_avg_sq_codes", "scales"
 
 
 class TritonAdamW(torch.optim.Optimizer):
@@ -176,13 +177,13 @@ class TritonAdamW(torch.optim.Optimizer):
             # under tensor parallelism the gradient may still be a sum to be made
             grad = grad.redistribute(p.device_mesh, p.placements)
         rounding, coded = group["stochastic_rounding"], "scales" in state
-        moments = [_local(state[key]) for key in (CODED_MOMENTS if coded else PLAIN_MOMENTS)]
+        n_steps, *moments = (_local(state[key]) for key in (CODED if coded else PLAIN))
         place = {} if coded else {"offset": offset_of(p) if rounding else 0}
         (adamw8_step if coded else adamw_step)(
             _local(p),
             _local(grad),
             *moments,
-            state["step"],
+            n_steps,
             group["lr"],
             *group["betas"],
             group["eps"],
@@ -193,7 +194,7 @@ class TritonAdamW(torch.optim.Optimizer):
             **place,
         )
         torch.autograd.graph.increment_version(p)  # autograd cannot see what a kernel writes
-        self._stepped[p] = state["step"]
+        self._stepped[p] = n_steps
 
     def _step_parameter_now(self, group_number: int, index: int, p: torch.Tensor) -> None:
         if (self._accumulating and p not in self._stepped) or _averaged_later(p):
@@ -353,12 +354,11 @@ def new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, t
     if p.is_cuda and torch.cuda.is_current_stream_capturing():
         given = "a parameter without state is captured, and each replay would reset it"
         raise RuntimeError(f"{given}: make a step before.")
+    n_steps = torch.zeros((), dtype=torch.float32, device=p.device)
     if moments_dtype == torch.uint8:
-        moments = dict(zip(CODED_MOMENTS, new_moments(p)))
-    else:
-        dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
-        moments = {key: torch.zeros_like(p, dtype=dtype) for key in PLAIN_MOMENTS}
-    return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **moments}
+        return dict(zip(CODED, (n_steps, *new_moments(p))))
+    dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
+    return dict(zip(PLAIN, (n_steps, *(torch.zeros_like(p, dtype=dtype) for _ in range(2)))))
 
 
 def _check_group(group: dict) -> None:
@@ -428,17 +428,17 @@ def _check_placements(p: torch.Tensor, rounding: bool) -> None:
 
 def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.Tensor]:
     """Return what a state_dict holds for a parameter; refuse it unless it fits."""
-    loaded, expected_tensors = {}, {"step": torch.zeros((), dtype=torch.float32)}
+    loaded, n_steps = {}, torch.zeros((), dtype=torch.float32)
     if "scales" in saved:
         codes = new_moments(torch.empty_like(_local(p), device="meta"))
-        expected_tensors |= zip(CODED_MOMENTS, codes)
+        expected_tensors = zip(CODED, (n_steps, *codes))
     else:
-        expected_tensors |= dict.fromkeys(PLAIN_MOMENTS, p)
-    for key, like in expected_tensors.items():
+        expected_tensors = zip(PLAIN, (n_steps, p, p))
+    for key, like in expected_tensors:
         name = f"{key} of parameter {number}"
         if key not in saved:
             raise ValueError(f"{name} is missing in the state, expected an AdamW's: load another.")
-        tensor = torch.as_tensor(saved[key], dtype=torch.float32 if key == "step" else None)
+        tensor = torch.as_tensor(saved[key], dtype=torch.float32 if like is n_steps else None)
         if _is_dtensor(like) or _is_dtensor(tensor):
             given, expected = (getattr(t, "placements", None) for t in (tensor, like))
             if given != expected:

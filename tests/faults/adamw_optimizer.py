@@ -62,8 +62,8 @@ FAULTS = {
     "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
         ("v loaded without its m", "(t.float() for t in moments)", "(moments[1].float() for t in moments)"),
     ],
-    "test_pytorchs_adamw_does_not_step_with_codes": [
-        ("codes called moments", 'CODED_MOMENTS = "exp_avg_codes", "exp_avg_sq_codes",', "CODED_MOMENTS = *PLAIN_MOMENTS,"),
+    "test_pytorchs_adamw_does_not_load_codes": [
+        ("codes called moments", 'CODED = "coded_step", "exp_avg_codes", "exp_avg_sq_codes",', "CODED = *PLAIN,"),
     ],
     "test_codes_of_another_size_or_type_are_refused": [
         ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
