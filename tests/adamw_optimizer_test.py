@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import adamw_optimizer
 from next_steps.lessons.adamw8 import dequantize_moments, quantize_moments
-from next_steps.lessons.adamw_optimizer import CODED, TritonAdamW
+from next_steps.lessons.adamw_optimizer import CODED_STATE, TritonAdamW
 from tests.adamw_test import (
     BF16,
     EXPANDED,
@@ -375,8 +375,8 @@ def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
     for p, q, r in zip(*params):
         given, codes, found = torchs.state[p], coded.state[q], wide.state[r]
         expected = quantize_moments(*(given[key].float() for key in STATE[1:]))
-        assert all(torch.equal(codes[key], t) for key, t in zip(CODED[1:], expected))
-        assert codes[CODED[0]] == found["step"] == 2
+        assert all(torch.equal(codes[key], t) for key, t in zip(CODED_STATE[1:], expected))
+        assert codes[CODED_STATE[0]] == found["step"] == 2
         for key, t in zip(STATE[1:], dequantize_moments(expected, FP32)):
             assert torch.equal(found[key], t) and t.any()
     train_all(coded, wide, steps=1)

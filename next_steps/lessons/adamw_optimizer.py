@@ -92,8 +92,8 @@ class UsedGradient(torch.Tensor):
 MODES = ("foreach", "capturable", "differentiable", "fused", "moments_dtype")
 # A state's count of steps, and its moments.  With codes no key is torch.optim.AdamW's, which would
 # step with them as moments: its load_state_dict looks for "step" and raises.
-PLAIN = "step", "exp_avg", "exp_avg_sq"
-CODED = "coded_step", "exp_avg_codes", "exp_avg_sq_codes", "scales"
+PLAIN_STATE = "step", "exp_avg", "exp_avg_sq"
+CODED_STATE = "coded_step", "exp_avg_codes", "exp_avg_sq_codes", "scales"
 
 
 class TritonAdamW(torch.optim.Optimizer):
@@ -177,7 +177,7 @@ class TritonAdamW(torch.optim.Optimizer):
             # under tensor parallelism the gradient may still be a sum to be made
             grad = grad.redistribute(p.device_mesh, p.placements)
         rounding, coded = group["stochastic_rounding"], "scales" in state
-        n_steps, *moments = (_local(state[key]) for key in (CODED if coded else PLAIN))
+        n_steps, *moments = (_local(state[key]) for key in (CODED_STATE if coded else PLAIN_STATE))
         place = {} if coded else {"offset": offset_of(p) if rounding else 0}
         (adamw8_step if coded else adamw_step)(
             _local(p),
@@ -356,9 +356,9 @@ def new_state(p: torch.Tensor, moments_dtype: torch.dtype | None) -> dict[str, t
         raise RuntimeError(f"{given}: make a step before.")
     n_steps = torch.zeros((), dtype=torch.float32, device=p.device)
     if moments_dtype == torch.uint8:
-        return dict(zip(CODED, (n_steps, *new_moments(p))))
+        return dict(zip(CODED_STATE, (n_steps, *new_moments(p))))
     dtype = moments_dtype or (torch.float32 if p.dtype == torch.float16 else p.dtype)
-    return dict(zip(PLAIN, (n_steps, *(torch.zeros_like(p, dtype=dtype) for _ in range(2)))))
+    return dict(zip(PLAIN_STATE, (n_steps, *(torch.zeros_like(p, dtype=dtype) for _ in range(2)))))
 
 
 def _check_group(group: dict) -> None:
@@ -431,9 +431,9 @@ def _loaded_state(number: int, p: torch.Tensor, saved: dict) -> dict[str, torch.
     loaded, n_steps = {}, torch.zeros((), dtype=torch.float32)
     if "scales" in saved:
         codes = new_moments(torch.empty_like(_local(p), device="meta"))
-        expected_tensors = zip(CODED, (n_steps, *codes))
+        expected_tensors = zip(CODED_STATE, (n_steps, *codes))
     else:
-        expected_tensors = zip(PLAIN, (n_steps, p, p))
+        expected_tensors = zip(PLAIN_STATE, (n_steps, p, p))
     for key, like in expected_tensors:
         name = f"{key} of parameter {number}"
         if key not in saved:

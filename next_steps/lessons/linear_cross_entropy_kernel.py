@@ -106,18 +106,13 @@ def scale_gradient(t, factor):
     Nothing is checked: t is fp16, bf16 or fp32, and factor is on t's device.
     """
     n_rows, n_cols = t.shape
+    factor = factor.resolve_neg()
     if t.numel() > 0:
         n_programs = min(n_rows, MAX_PROGRAMS)
         block_size = min(4096, triton.next_power_of_2(n_cols))
         with support.on_device_of(t):
             _scale_kernel[(n_programs,)](
-                t,
-                factor.resolve_neg(),
-                n_rows,
-                n_cols,
-                block_size,
-                num_warps=4,
-                enable_fp_fusion=True,
+                t, factor, n_rows, n_cols, block_size, num_warps=4, enable_fp_fusion=True
             )
 
 
@@ -230,9 +225,8 @@ def linear_cross_entropy_forward(
     overwrite = grad_output is None and (need_dhidden or need_dweight)
     if need_dhidden or need_dweight:
         grad_of_loss = hidden.new_ones((), dtype=torch.float32) if overwrite else grad_output
-        row_grads = (
-            grad_of_loss.resolve_neg().expand(targets.shape).reshape(-1)
-        )  # a scalar: a view of stride 0
+        grad_of_loss = grad_of_loss.resolve_neg()
+        row_grads = grad_of_loss.expand(targets.shape).reshape(-1)  # a scalar: a view of stride 0
     # The products want each row to begin at a multiple of 16 bytes: not so where V is 50,257.
     buffer = hidden.new_empty((min(chunk_rows, n_rows), V + -V % 8))
 

@@ -94,16 +94,16 @@ def apply_kernels(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         given = "fully_shard has spread the model over processes"
         raise ValueError(f"{given}, expected it whole: apply the kernels first.")
+    takes_all = set(names) == set(MODEL_KERNELS)
+    names = [name for name in names if all(map(is_known_text, stands_for(family, name)))]
     with unchanged_if_it_raises(model):
-        put_in(model, family, [n for n in names if all(map(is_known_text, stands_for(family, n)))])
+        put_in(model, family, names)
         idle = [name for name in names if not has_kernel(model, name)]
         # whoever names all kernels wants those that find something
-        if idle and (set(names) != set(MODEL_KERNELS) or len(idle) == len(names)):
-            given = (
-                f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model to replace"
-            )
+        if idle and (not takes_all or len(idle) == len(names)):
+            given = f"{', '.join(idle)} find{'s' * (len(idle) == 1)} nothing in the model"
             expected = "expected what transformers wrote, unchanged and without hooks"
-            raise ValueError(f"{given}, {expected}: leave that kernel out.")
+            raise ValueError(f"{given} to replace, {expected}: leave that kernel out.")
     if isinstance(model, ForCausalLM):
         model.loss_kernels = [k for k in LOSS_KERNELS if k in names or k in model.loss_kernels]
     return model

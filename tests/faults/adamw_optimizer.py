@@ -63,7 +63,7 @@ FAULTS = {
         ("v loaded without its m", "(t.float() for t in moments)", "(moments[1].float() for t in moments)"),
     ],
     "test_pytorchs_adamw_does_not_load_codes": [
-        ("codes called moments", 'CODED = "coded_step", "exp_avg_codes", "exp_avg_sq_codes",', "CODED = *PLAIN,"),
+        ("codes called moments", 'CODED_STATE = "coded_step", "exp_avg_codes", "exp_avg_sq_codes",', "CODED_STATE = *PLAIN_STATE,"),
     ],
     "test_codes_of_another_size_or_type_are_refused": [
         ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
