@@ -21,7 +21,7 @@ FAULTS = {
         ("number of targets dropped", "head, labels, max_targets, **kwargs", "head, labels, **kwargs"),
     ],
     "tests.known_texts_test::test_a_new_text_keeps_its_own_code_and_a_line_says_so[LlamaRMSNorm]": [
-        ("a new text bypassed", " if all(map(is_known_text, stands_for(family, n)))", ""),
+        ("a new text bypassed", " if all(map(is_known_text, stands_for(family, name)))", ""),
     ],
     "test_a_kernel_that_finds_nothing_to_replace_is_refused[swiglu]": [
         ("kernels named earlier stay in", "            module._modules.update(children)\n", ""),
