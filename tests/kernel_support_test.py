@@ -219,7 +219,7 @@ MODULES = {
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_modules_take_them_also_when_compiled(module, kind):
     numbers, inputs = MODULES[module]
-    make = partial(module, 8) if module is TritonRMSNorm else module
+    make = partial(module, 8, device=DEVICE) if module is TritonRMSNorm else module
     expected = make(**numbers)(*inputs)
     given = make(**{name: kind(value) for name, value in numbers.items()})
     for call in (given, torch.compile(given, backend="aot_eager", fullgraph=True)):

@@ -4,14 +4,16 @@ A package carries it, so that this needs no access to Hugging Face: packaged_mod
 """
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import mean
 
 import pytest
 
 import finetune_baseline
 import finetune_optimized
-from harness.benchmark.checking import assert_all_passed, compare
+from harness.benchmark.checking import Check, assert_all_passed, compare
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import FP8_ALL, FP8_INPUTS, FP8_MODES, finetune_parser
 from harness.cli.workload import Workload
@@ -71,6 +73,13 @@ def test_text_is_tokenized_into_words(own_cache, smollm, english):
         assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
 
 
+def on_average(checks: Sequence[Check]) -> Check:
+    """Return the check of a quantity in several batches, by the means of errors and allowances."""
+    worst = max(check.max_diff for check in checks)
+    means = mean(check.error for check in checks), mean(check.allowed for check in checks)
+    return Check(checks[0].name, *means, worst)
+
+
 LORA = ["--lora-rank", "16", "--lr", "1e-3"]
 
 
@@ -84,16 +93,20 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(
     """Against float64: on these weights some unpatched fp32 gradients are 1e-4 off themselves.
 
     Each of 30 layers has 9 weights; beside them are the final norm and the embedding.  LoRA has two
-    for each of 7 projections.
+    for each of 7 projections.  These weights amplify one rounding so much that in a single batch
+    eager PyTorch may be near by chance, in all layers: on a GPU the mean of 8 batches is judged.
     """
-    workload = workload_of(flags(smollm, english, 16, "--steps", "1", *more))
+    n_batches = 8 if HAS_GPU else 1
+    workload = workload_of(flags(smollm, english, 16, "--steps", str(n_batches), *more))
     model = without_zeros(patched_model.load(workload))
-    batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
-    ref64 = loss_and_gradients(in_float64(copy.deepcopy(model)), batch)
-    eager = loss_and_gradients(model, batch)
-    found = loss_and_gradients(apply_kernels.apply_kernels(model), batch)
-    assert len(found) == 1 + n_gradients
-    assert_all_passed([compare(name, found[name], ref64[name], eager[name]) for name in ref64])
+    exact = in_float64(copy.deepcopy(model))
+    patched = apply_kernels.apply_kernels(copy.deepcopy(model))
+    checks = []
+    for batch in dataset.load_data(workload, model.config, n_batches).train:
+        runs = [loss_and_gradients(each, batch.to(DEVICE)) for each in (patched, exact, model)]
+        assert len(runs[0]) == 1 + n_gradients
+        checks.append([compare(name, *(run[name] for run in runs)) for name in runs[0]])
+    assert_all_passed([on_average(each) for each in zip(*checks)])
 
 
 @pytest.mark.exhaustive
