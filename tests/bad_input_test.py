@@ -120,8 +120,13 @@ OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "finetune_baseline"])
-@pytest.mark.parametrize("kernel", OF_KERNELS)
+@pytest.mark.parametrize(
+    "script, kernel",
+    [
+        *(("finetune_optimized", kernel) for kernel in OF_KERNELS),
+        *((name, "swiglu") for name in list(SCRIPTS)[2:]),
+    ],
+)
 def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     run, checkpoint, monkeypatch, script, kernel
 ):
