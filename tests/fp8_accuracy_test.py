@@ -100,19 +100,17 @@ def test_every_seed_trains_with_both_kinds_of_moments(
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
     monkeypatch.setattr(fp8_study, "KERNELS", ["adamw"])  # the interpreter is slow
     path = tmp_path / "record.json"
-    size = ["--model", "tiny", "--steps", "3", "--seeds", "2", "--batch-size", "2"]
+    size = ["--model", "tiny", "--steps", "3", "--seeds", "1", "--batch-size", "2"]
     size += ["--dtype", "bf16"]
     outcome = run_script(fp8_study, "moments", *size, "--seq-len", "8", "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
-    assert [(run["seed"], run["way"]) for run in record["runs"]] == [
-        (seed, way) for seed in (0, 1) for way in fp8_study.STUDIES["moments"].ways
-    ]
+    assert [run["way"] for run in record["runs"]] == [*fp8_study.STUDIES["moments"].ways]
     wide, coded, *_ = (run["losses"] for run in record["runs"])
     # the first step is the same to the bit, and the loss after it
     assert wide[:2] == coded[:2] and wide[2] != coded[2]
-    assert len({run["curve"][-1] for run in record["runs"][:4]}) == 4
-    assert "Accuracy of 8-bit moments, 2 seeds" in outcome.out
+    assert len({run["curve"][-1] for run in record["runs"]}) == 2
+    assert "Accuracy of 8-bit moments, 1 seeds" in outcome.out
     assert fp8_study.render_accuracy(record) in outcome.out
 
 
