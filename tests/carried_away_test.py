@@ -19,10 +19,10 @@ from harness.benchmark.checking import HAS_GPU
 HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {  # the lesson: files beside it, and what is run of it
     "rmsnorm_kernel": ([], "TritonRMSNormFunction.apply(x, row, 1e-5)"),
-    "cross_entropy_kernel": ([], "TritonCrossEntropyLoss()(x, targets)"),
-    "cross_entropy_inplace_kernel": (
-        ["cross_entropy_kernel"],
-        "InplaceCrossEntropyFunction.apply(x * 1, targets, -100, 'mean')",
+    "cross_entropy_kernel": (
+        [],
+        "TritonCrossEntropyLoss()(x, targets)"
+        " + lesson.TritonCrossEntropyLoss(inplace=True)(x * 1, targets)",
     ),
     "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
     "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
@@ -31,7 +31,7 @@ LESSONS = {  # the lesson: files beside it, and what is run of it
         "triton_qk_norm_rope(q, q, q[0, 0, 0], q[0, 1, 0], 1e-6, q[:, 0], q[:, 1])[0]",
     ),
     "linear_cross_entropy_kernel": (
-        ["cross_entropy_kernel", "cross_entropy_inplace_kernel"],
+        ["cross_entropy_kernel"],
         "TritonLinearCrossEntropyLoss(chunk_size=4)(x, weight, targets)",
     ),
     "adamw_kernel": (

@@ -60,8 +60,14 @@ import torch
 
 import cross_entropy_kernel
 import kernel_support as support
-from cross_entropy_inplace_kernel import launch_inplace, launch_scale
-from cross_entropy_kernel import count_valid, launch_backward, launch_forward, reduced
+from cross_entropy_kernel import (
+    count_valid,
+    launch_backward,
+    launch_forward,
+    launch_inplace,
+    launch_scale,
+    reduced,
+)
 from kernel_support import FLOATS, INTEGERS, SAME, tl, triton
 
 # Rows of a chunk, by default.  8,192 rows of LLaMA 3.1 8B on an H200, by chunk size: 512: 46 ms,

@@ -18,7 +18,7 @@ FAULTS = {
         ("sign of the gradient", 'float("nan")) / d', 'float("nan")) / -d'),
         ("gradient of the target only", "_exp(logits, unit, m) * factor", "tl.zeros_like(logits)"),
         ("one tile not written", "for done in range(0, n_body, TILE_SIZE)", "for done in range(TILE_SIZE, n_body, TILE_SIZE)"),
-        ("loss not divided by n_valid", "loss_of_row(target_logit, stats) * scale", "loss_of_row(target_logit, stats)"),
+        ("loss not divided by n_valid", "loss_of_row(target_logit, stats) * scale)\n        for", "loss_of_row(target_logit, stats))\n        for"),
         ("gradient not divided by n_valid", "scale = scale / tl.load(n_valid_ptr)", "scale = scale"),
     ],
     "test_large_offset_does_not_cost_digits": [
@@ -38,7 +38,7 @@ FAULTS = {
         ("column of -inf is NaN", "-HUGE, dtype", '-float("inf"), dtype'),
     ],
     "test_ignored_rows_are_neither_counted_nor_trained": [
-        ("only -100 is ignored", "if target == ignore_index:", "if target == -100:", 2),
+        ("only -100 is ignored", "if target == ignore_index:", "if target == -100:", 4),
         ("ignored rows counted", "(targets.long() != ignore_index).sum()", "(targets == targets).sum()"),
     ],
     "test_no_valid_row_is_as_in_pytorch": [
@@ -48,14 +48,14 @@ FAULTS = {
         ("target outside the row is trained", 'tl.where(in_row, scale, float("nan"))', "scale"),
     ],
     "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[cross_entropy_rows-fp32]": [
-        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride)", "tl.full((), 1.0, tl.float32)"),
-        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr"),
+        ("grad_output ignored", "tl.load(grad_output_ptr + row.to(tl.int64) * grad_output_stride)", "tl.full((), 1.0, tl.float32)", 2),
+        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-gaps and an odd offset]": [
-        ("V for the logits' stride", "row, logits_row_stride, n_cols)", "row, n_cols, n_cols)", 2),
+        ("V for the logits' stride", "row, logits_row_stride, n_cols)", "row, n_cols, n_cols)", 3),
     ],
     "tests.contracts_numbers_test::test_any_strides[cross_entropy_rows-logits-one row repeated (stride 0)]": [
-        ("logits' stride for dlogits", "cut_row(dlogits_ptr, row, dlogits_row_stride", "cut_row(dlogits_ptr, row, logits_row_stride"),
+        ("logits' stride for dlogits", "out_cut = cut_row(dlogits_ptr, row, dlogits_row_stride", "out_cut = cut_row(dlogits_ptr, row, logits_row_stride"),
     ],
     "tests.contracts_numbers_test::test_rows_beyond_int32[cross_entropy-logits-0]": [
         ("32-bit offsets", "tl.cast(row, tl.int64) * row_stride", "tl.cast(row, tl.int32) * row_stride"),
@@ -69,10 +69,36 @@ FAULTS = {
     "test_inplace_in_fp16_waits_for_the_loss_scale": [
         ("fp16 is overwritten", "if inplace and logits.dtype != torch.float16:", "if inplace:"),
     ],
-    "test_operators_promise_torch_compile_what_they_return[mean-gaps and an odd offset]": [
+    "tests.contracts_compile_test::test_operators_promise_what_they_return[cross_entropy-2-3-gaps and an odd offset]": [
         ("operator promises other strides", "_new_dlogits(logits, support.as_rows(logits)[1])[0]", "torch.empty_like(logits)"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[cross_entropy-True]": [
-        ("second derivative is zero", 'support.refuse_second_derivative("TritonCrossEntropyLoss")', "pass"),
+        ("second derivative is zero", 'support.refuse_second_derivative("TritonCrossEntropyLoss")', "pass", 2),
+    ],
+    "test_inplace_writes_the_gradient_over_the_logits": [
+        ("in place not divided by n_valid", "cut, cut, edge_logits, target, target_logit, in_row, stats, scale,", "cut, cut, edge_logits, target, target_logit, in_row, stats, 1.0,"),
+        ("loss in place not divided by n_valid", "loss_of_row(target_logit, stats) * scale)\n            store", "loss_of_row(target_logit, stats))\n            store"),
+        ("only 0 is ignored", "if target == ignore_index:", "if target == 0:", 4),
+        ("grad_output ignored in place", "elif scale != 1.0:", "elif scale < -1e30:"),
+        ("one grad_output for all rows", "grad_output_ptr + row.to(tl.int64) * grad_output_stride", "grad_output_ptr", 2),
+        ("edge of the row not multiplied", "edge_dlogits * scale", "edge_dlogits"),
+    ],
+    "tests.contracts_numbers_test::test_no_row_is_lost_between_programs[cross_entropy_inplace-17]": [
+        ("a program's first row only", "range(tl.program_id(0), n_rows,", "range(tl.program_id(0), tl.num_programs(0),"),
+    ],
+    "test_inplace_any_other_use_of_the_logits_raises[penalty_alone]": [
+        ("overwrites without a word to autograd", "torch.autograd.graph.increment_version(logits)", "pass"),
+    ],
+    "test_inplace_any_other_use_of_the_logits_raises[backward_twice]": [
+        ("second backward scales again", "torch.autograd.graph.increment_version(dlogits)", "pass"),
+    ],
+    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[leaf]": [
+        ("a leaf is overwritten", "\n    support.refuse_to_overwrite(logits=logits)\n", "\n"),
+    ],
+    "test_inplace_leaf_is_refused_because_its_grad_would_be_its_own_memory[compiled]": [
+        ("compiled, a leaf is overwritten", "support.refuse_to_overwrite(logits=logits)  # inside", "pass  # inside"),
+    ],
+    "test_torch_compile_in_place_gives_ignored_rows_zeros_even_where_their_logits_are_nan": [
+        ("compiled, ignored rows are trained", ".masked_fill(ignored, 0)", ""),
     ],
 }  # fmt: skip
