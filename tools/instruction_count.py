@@ -28,7 +28,6 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from unittest import mock
 
 from harness.cli import command_line, output_files, tables
 from harness.cli.command_line import UserError
@@ -292,6 +291,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
     import triton
     from triton.runtime.jit import JITFunction
 
+    from harness.steps.launches import replaced
     from tools import pretended_gpu
 
     counts, case, run = [], None, JITFunction.run
@@ -305,7 +305,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
         return compiled
 
     triton.runtime.driver.set_active(pretended_gpu.stub_driver(target))
-    with pretended_gpu.pretend_gpu(), mock.patch.object(JITFunction, "run", counted):
+    with pretended_gpu.pretend_gpu(), replaced(JITFunction, run=counted):
         for case in cases:
             pretended_gpu.launch(case, torch.bfloat16)
     return counts

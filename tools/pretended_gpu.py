@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
+from harness.steps.launches import replaced
 from tools.compile_cases import Case
 from tools.compile_targets import TARGETS, Row, widest_access
 
@@ -75,9 +75,9 @@ def pretend_gpu():
         "is_current_stream_capturing": lambda: False,
     }
     with (
-        mock.patch.multiple(torch.cuda, **of_cuda),
-        mock.patch.object(torch.version, "hip", "0" if backend == "hip" else None),
-        mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: 0),  # aligned
+        replaced(torch.cuda, **of_cuda),
+        replaced(torch.version, hip="0" if backend == "hip" else None),
+        replaced(torch.Tensor, data_ptr=lambda tensor: 0),  # aligned
         FakeTensorMode(),
         torch.no_grad(),
     ):

@@ -29,8 +29,12 @@ from next_steps.lessons.nf4_kernel import NF4
 from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import triton_apply_rotary_pos_emb
-from next_steps.lessons.swiglu_kernel import TritonSwiGLU, swiglu_reference
-from next_steps.studies.fp8_costs import separate_swiglu, separate_swiglu_backward
+from next_steps.lessons.swiglu_kernel import (
+    TritonSwiGLU,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_reference,
+)
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 
 
@@ -273,10 +277,19 @@ def fp8_casts_contenders(dtype: str) -> Contenders:
 
         return Implementation(name, call)
 
+    def separate_forward(gate: torch.Tensor, up: torch.Tensor) -> Rows:
+        return quantize_rows(swiglu_forward(gate, up))
+
+    def separate_backward(
+        dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+    ) -> tuple[Rows, ...]:
+        dgate, dup, y = swiglu_backward(dy, gate, up, need_y=True)
+        return quantize_rows(dgate, dup), quantize_rows(y)
+
     references = fp8_casts.swiglu_fp8_reference, fp8_casts.swiglu_fp8_backward_reference
     formula = both(specs.FORMULA, *references)
     ours = both(specs.OURS, fp8_casts.swiglu_fp8, fp8_casts.swiglu_fp8_backward)
-    separate = both(specs.SEPARATE, separate_swiglu, separate_swiglu_backward)
+    separate = both(specs.SEPARATE, separate_forward, separate_backward)
     return Contenders([formula], [ours, separate])
 
 

@@ -8,16 +8,15 @@ the order of a sum between two launches.  So each must give the same bits, and n
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from unittest import mock
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from triton.runtime.jit import KernelInterface
 
 from harness.benchmark.benchmark_specs import BANDWIDTH, NORM_APART, SEPARATE, SPECS, WIDE_MOMENTS
 from harness.benchmark.benchmarking import prepare
 from harness.cli.device import DEVICE, HAS_GPU
+from harness.steps.launches import intercepted
 from next_steps.comparisons.benchmark_contenders import CONTENDERS
 from next_steps.comparisons.benchmark_problems import PROBLEMS, random
 from next_steps.layers.fused_layer import SwiGLULinearFunction
@@ -49,25 +48,22 @@ def repeated(runs: int) -> Iterator[dict[str, int]]:
     Yields:
         {kernel: different results}, of the launch that had most of them; each launch fills it in.
     """
-    found, get = {}, KernelInterface.__getitem__
+    found = {}
 
-    def launcher(kernel, grid) -> Callable:
-        def launch(*arguments, **options):
-            memory = [*memory_of((*arguments, *options.values())).values()]
-            before, results = [each.clone() for each in memory], []
-            for _ in range(runs):
-                for each, as_it_was in zip(memory, before):
-                    each.copy_(as_it_was)
-                last = get(kernel, grid)(*arguments, **options)
-                if not any(all(map(torch.equal, memory, result)) for result in results):
-                    results.append([each.clone() for each in memory])
-            name = kernel.__name__
-            found[name] = max(found.get(name, 0), len(results))
-            return last
+    def launch(run, kernel, grid, arguments, options):
+        memory = [*memory_of((*arguments, *options.values())).values()]
+        before, results = [each.clone() for each in memory], []
+        for _ in range(runs):
+            for each, as_it_was in zip(memory, before):
+                each.copy_(as_it_was)
+            last = run(kernel, grid)(*arguments, **options)
+            if not any(all(map(torch.equal, memory, result)) for result in results):
+                results.append([each.clone() for each in memory])
+        name = kernel.__name__
+        found[name] = max(found.get(name, 0), len(results))
+        return last
 
-        return launch
-
-    with mock.patch.object(KernelInterface, "__getitem__", launcher):
+    with intercepted(launch):
         yield found
 
 

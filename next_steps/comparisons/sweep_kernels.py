@@ -12,14 +12,12 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
-from unittest import mock
+from types import ModuleType, SimpleNamespace
 
 import torch
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 
-import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 import rmsnorm_kernel
 from harness.benchmark.checking import FLOOR
@@ -27,6 +25,7 @@ from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.tables import describe
 from harness.steps import timing
+from harness.steps.launches import intercepted, replaced
 from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
 from next_steps.comparisons.sweep_tables import Setting, words
 
@@ -109,13 +108,13 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     logits = torch.randn(n_rows, V, device=DEVICE, dtype=dtype)  # (B*T, V)
     targets = torch.randint(V, (n_rows,), device=DEVICE)  # (B*T,)
     one = torch.ones((), dtype=torch.float32, device=DEVICE)
-    kernels, in_place_kernels = cross_entropy_kernel, cross_entropy_inplace_kernel
+    kernels = cross_entropy_kernel
     _, stats, n_valid = kernels.cross_entropy_forward(logits, targets)
     overwritten = torch.empty_like(logits)
     forward = functools.partial(kernels.cross_entropy_forward, logits, targets)
     saved = one, logits, targets, stats, n_valid
     backward = functools.partial(kernels.cross_entropy_backward, *saved)
-    in_place = functools.partial(in_place_kernels.cross_entropy_inplace, overwritten, targets)
+    in_place = functools.partial(kernels.cross_entropy_inplace, overwritten, targets)
 
     def forward_outputs() -> dict[str, torch.Tensor]:
         loss, found, _ = forward()
@@ -160,7 +159,7 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
             lambda: parts(backward()),
         ),
         Launch(
-            *("Cross-entropy in place, loss and gradient", in_place_kernels),
+            *("Cross-entropy in place, loss and gradient", kernels),
             *("_cross_entropy_inplace_kernel", (*knobs, "n_programs"), 2),
             in_place_settings,
             in_place,
@@ -175,42 +174,28 @@ LAUNCHES = {"rmsnorm": rmsnorm_launches, "cross_entropy": cross_entropy_launches
 # ---------------------------------------------------------------- how a setting is tried
 
 
-class StandIn:
-    """Take a kernel's place: launch it with these options in place of the launcher's, keep both."""
-
-    def __init__(self, kernel, options: Setting, n_programs: int | None):
-        self.kernel, self.options, self.n_programs = kernel, options, n_programs
-
-    def __getitem__(self, grid: tuple[int]) -> Callable:
-        n_programs = self.n_programs or grid[0]
-
-        def launch(*args, enable_fp_fusion, **options):
-            options |= self.options
-            self.launched = options | {"n_programs": n_programs}
-            self.compiled = self.kernel[(n_programs,)](
-                *args, **options, enable_fp_fusion=enable_fp_fusion
-            )
-
-        return launch
-
-
 @contextlib.contextmanager
-def carrying(launch: Launch, setting: Setting) -> Iterator[StandIn]:
-    """Give the launch this setting, as if its file carried it; with {} the file's own setting."""
-    options = {knob: value for knob, value in setting.items() if knob != "n_programs"}
-    n_programs = setting.get("n_programs")
-    with contextlib.ExitStack() as patches:
+def carrying(launch: Launch, setting: Setting) -> Iterator[SimpleNamespace]:
+    """Give the launch this setting, as if its file carried it; with {} the file's own setting.
 
-        def replace(name: str, value: object) -> None:
-            patches.enter_context(mock.patch.object(launch.module, name, value))
+    Yields what the last launch of the kernel left: `launched`, its options, and `compiled`.
+    """
+    chosen = {knob: value for knob, value in setting.items() if knob != "n_programs"}
+    n_programs, told, last = setting.get("n_programs"), {}, SimpleNamespace()
+    if launch.programs_from and n_programs:
+        # The launcher makes room for what each program leaves, so it must know the number.
+        number_and_stages, n_programs = (n_programs, setting["STAGES"]), None
+        told[launch.programs_from] = lambda *args: number_and_stages
 
-        if launch.programs_from and n_programs:
-            # The launcher makes room for what each program leaves, so it must know the number.
-            told, n_programs = (n_programs, setting["STAGES"]), None
-            replace(launch.programs_from, lambda *args: told)
-        stand_in = StandIn(getattr(launch.module, launch.kernel), options, n_programs)
-        replace(launch.kernel, stand_in)
-        yield stand_in
+    def with_setting(run, kernel, grid, arguments, options):
+        if kernel.__name__ != launch.kernel:
+            return run(kernel, grid)(*arguments, **options)
+        programs = n_programs or grid[0]
+        last.launched = options | chosen | {"n_programs": programs}
+        last.compiled = run(kernel, (programs,))(*arguments, **options | chosen)
+
+    with intercepted(with_setting), replaced(launch.module, **told):
+        yield last
 
 
 @contextlib.contextmanager

@@ -13,16 +13,15 @@ Not seen, and so not counted:
 All recorded runs that were compared are in bf16 on one H200.
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
-from harness.model import config_file
 from harness.model.adapters import counts
+from harness.model.architecture import with_one_layer
+from harness.model.config_file import load_config, reading
 from harness.records import run_records
 from next_steps.memory.memory_ledger import KINDS, PHASES, stage_in_words
 from next_steps.memory.meta_step import run_step
@@ -32,15 +31,14 @@ CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
 TOP = 3
 
 
-def step_tryer(kernels: Sequence[str]) -> Callable[[PreTrainedConfig], object]:
-    """Return, for `load_config`, two steps with these kernels; they raise what a kernel refuses."""
-    small = Workload(dtype="fp32", seq_len=2, kernels=tuple(kernels))
-    return functools.partial(run_step, workload=small)
-
-
-def try_kernels(workload: Workload) -> None:
-    """Refuse a config.json that the workload's kernels cannot take, before anything is loaded."""
-    config_file.load_config(workload, step_tryer(workload.kernels))
+def try_kernels(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
+    """Return the workload's configuration; refuse one that its kernels cannot take."""
+    config = load_config(workload, for_gpu)
+    if workload.kernels:
+        small = Workload(dtype="fp32", seq_len=2, kernels=workload.kernels)
+        with reading(f"the config.json of {workload.model} with these kernels"):
+            run_step(with_one_layer(config), small)
+    return config
 
 
 def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
@@ -51,7 +49,7 @@ def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
 
 def report(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload beside the baseline's, and write the record."""
-    config = config_file.load_config(workload, step_tryer(workload.kernels), for_gpu=True)
+    config = try_kernels(workload, for_gpu=True)
     baseline = replace(workload, kernels=(), moments=None, fp8=None, recompute=None, offload=False)
     # equal workloads may differ in these: their losses may be compared
     differs = workload.kernels or workload.recompute or workload.offload

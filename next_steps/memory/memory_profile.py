@@ -20,7 +20,6 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
 from harness.model.adapters import counts
-from harness.model.config_file import load_config
 from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
 from harness.steps import stepping
@@ -78,8 +77,7 @@ def report(
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     warmup = workload.warmup
-    try_kernels(workload)
-    data = dataset.load_data(workload, load_config(workload), warmup + STEPS)
+    data = dataset.load_data(workload, try_kernels(workload), warmup + STEPS)
     model = load_patched(workload)
     ledger = Observer(DEVICE)
     ledger.follow_gradients(model)

@@ -11,13 +11,11 @@ are launched (`counted_launches`), and PyTorch's AdamW works on lists of tensors
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from triton import KernelInterface
 
 import kernel_support
 from harness.cli.workload import Workload
@@ -26,6 +24,7 @@ from harness.model import architecture
 from harness.model.adapters import add_adapters
 from harness.model.architecture import TORCH_DTYPES
 from harness.steps import stepping
+from harness.steps.launches import intercepted, replaced
 from next_steps.memory.memory_ledger import BATCH, Ledger
 from next_steps.patches import apply_kernels, patched_model, quantize
 
@@ -68,13 +67,10 @@ def counted_launches(launches: Counter) -> Iterator[None]:
     tensors if they seem to be on a CPU and kernels to be interpreted.
     """
 
-    def subscript(kernel, grid):
-        return lambda *args, **options: launches.update([kernel.fn.__name__])
-
     with (
-        mock.patch.object(KernelInterface, "__getitem__", subscript),
-        mock.patch.object(torch.Tensor, "is_cpu", True),
-        mock.patch.object(kernel_support, "INTERPRETED", True),
+        intercepted(lambda run, kernel, *_: launches.update([kernel.fn.__name__])),
+        replaced(torch.Tensor, is_cpu=True),
+        replaced(kernel_support, INTERPRETED=True),
     ):
         yield
 
