@@ -52,7 +52,6 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.data.loader import Loader
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
-    from harness.model.config_file import load_config
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
@@ -61,9 +60,9 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     kernels, graph = workload.kernels, workload.cuda_graph
     take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
-    memory_estimate.try_kernels(workload)
+    config = memory_estimate.try_kernels(workload)
     n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, load_config(workload), n_steps + profiler.NEEDED)
+    data = load_data(workload, config, n_steps + profiler.NEEDED)
     model = patched_model.load_patched(workload)
     called = parallel.wrap(model, workload)
     expected = communication.expected(model, workload) if workload.parallel else None

@@ -1,6 +1,6 @@
-"""The pages that add a kernel, followed in a copy of the project: what they change, what they run.
+"""The page that adds a kernel, followed in a copy of the project: what it changes, what it runs.
 
-Each command runs in a copy of its own, in which all that the pages say before it has been done.
+Each command runs in a copy of its own, in which all that the page says before it has been done.
 """
 
 import os
@@ -33,16 +33,15 @@ class Step:
 
 
 def steps() -> list[Step]:
-    found = []
-    for page in ADD_A_KERNEL:
-        matches = list(FENCED.finditer(TEXTS[page]))
-        for match, after in zip(matches, [*matches[1:], None]):
-            kind = match["language"]
-            if kind == "text":
-                continue
-            name = NEW_FILE.search(TEXTS[page][: match.start()])
-            printed = after["code"] if after and after["language"] == "text" else ""
-            found.append(Step(kind, match["code"], name[1] if name else "", printed))
+    found, page = [], TEXTS[ADD_A_KERNEL]
+    matches = list(FENCED.finditer(page))
+    for match, after in zip(matches, [*matches[1:], None]):
+        kind = match["language"]
+        if kind == "text":
+            continue
+        name = NEW_FILE.search(page[: match.start()])
+        printed = after["code"] if after and after["language"] == "text" else ""
+        found.append(Step(kind, match["code"], name[1] if name else "", printed))
     return found
 
 

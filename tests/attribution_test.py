@@ -246,7 +246,7 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
 
 
 LESSONS = {row.lesson: row.category for row in ROWS}
-LESSONS |= {"cross_entropy_inplace_kernel": "loss", "next_steps.layers.lora_swiglu": "activation"}
+LESSONS |= {"next_steps.layers.lora_swiglu": "activation"}
 OUR_KERNELS = {  # a new kernel cannot be forgotten: the names are those in the lessons' sources
     name: category for lesson, category in LESSONS.items() for name in launched_kernels(lesson)
 }

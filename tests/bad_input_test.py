@@ -1,6 +1,4 @@
-"""A damaged or unusual model gets one sentence that names the file and the field, from every script
-that loads one.
-"""
+"""A damaged or unusual model gets one sentence that names the file, from every script."""
 
 import contextlib
 import os
@@ -38,56 +36,35 @@ SCRIPTS = {  # name: (script, flags after --model DIR)
     "profile_baseline --memory": (profile_baseline, ["--seq-len", "8", "--memory"]),
     "profile_baseline --estimate": (profile_baseline, ["--seq-len", "8", "--estimate"]),
 }
-FLASH = "flash_attention_2"
-MUTATIONS = [  # of config.json: a field, its value, what is said of it besides both
-    *(("hidden_act", value, "") for value in ("never_heard_of", None)),
-    *(("num_hidden_layers", value, "from 1 to") for value in (0, -2, 10**12)),
-    *(("num_attention_heads", value, "at least 1") for value in (0, -4)),
-    *(("num_key_value_heads", *value) for value in ((0, "at least 1"), (3, ""))),  # 4 heads
-    ("head_dim", 15, ""),
-    *(("hidden_size", value, "at least 1") for value in (0, -64)),
-    ("hidden_size", 64.5, "whole number"),
-    ("intermediate_size", 0, "at least 1"),
-    ("vocab_size", 0, "at least 1"),
-    ("max_position_embeddings", -1, "at least 1"),
-    ("rms_norm_eps", -1.0, "from 0 to 1"),
+FEW = [  # of config.json: a field, its value, what is said of it
+    ("hidden_act", "never_heard_of", "never_heard_of"),
+    ("attention_dropout", 2, "between 0 and 1"),
+    ("num_hidden_layers", 0, "num_hidden_layers = 0, expected 1 to 10,000"),
+]
+MUTATIONS = [
+    *FEW,
+    *(("num_hidden_layers", value, "1 to 10,000") for value in (-2, 10**12)),
+    *(("num_attention_heads", value, f"num_attention_heads = {value}") for value in (0, -4)),
+    *(("num_key_value_heads", *value) for value in ((0, "num_key_value_heads = 0"), (3, "(3)"))),
+    *(("hidden_size", value, "hidden_size") for value in (0, -64, 64.5)),
+    ("hidden_act", None, "hidden_act"),
+    ("head_dim", 15, "head_dim"),
+    ("intermediate_size", 0, "intermediate_size = 0"),
+    ("vocab_size", 0, "vocab_size = 0"),
     ("pad_token_id", 257, "Padding_idx"),  # outside the vocabulary
-    *(("attention_dropout", value, "from 0 to 1") for value in (2, -0.5)),
-    *(("dtype", "int8", "float32"), ("torch_dtype", "float7", "float32")),
-    ("quantization_config", {"quant_method": "bitsandbytes"}, ""),
-    ("return_dict", False, ""),
-    *((field, FLASH, "") for field in ("attn_implementation", "_attn_implementation")),
-    *(
-        ("rope_parameters", ROPE | values, words)
-        for values, words in (
-            ({"rope_type": "spiral"}, "'spiral'"),
-            ({"rope_type": "llama3"}, ""),  # without its factors
-            *(({"rope_theta": value}, "frequencies") for value in (0, -1.0)),
-            ({"rope_theta": "many"}, ""),
-            ({"rope_type": "linear", "factor": 0}, ""),
-        )
-    ),
+    ("dtype", "float7", "float7"),
+    ("quantization_config", {"quant_method": "bitsandbytes"}, "quantization_config"),
+    ("return_dict", False, "tuple"),
+    ("rope_parameters", ROPE | {"rope_type": "spiral"}, "spiral"),
+    ("rope_parameters", ROPE | {"rope_type": "llama3"}, "factor"),
+    ("rope_parameters", ROPE | {"rope_theta": "many"}, "str"),
 ]
-EVERY_DAY = "finetune_baseline"  # the script that a reader's run tries everything with
-# these scripts are tried with every mutation, the others with some
-ALL = "finetune_baseline", "finetune_optimized", "profile_baseline --estimate"
-SOME = [
-    *((field, value, words) for field, value, words in MUTATIONS if value in ("never_heard_of", 2)),
-    ("num_hidden_layers", 0, "from 1 to"),
-    ("rope_parameters", ROPE | {"rope_theta": -1.0}, "frequencies"),
-]
-
-
-def mostly(often: str, scripts: list[str]) -> list:
-    """The scripts.  A reader's run tries one: all of them load a model by the same function."""
-    marks = {name: [pytest.mark.exhaustive] * (name != often) for name in scripts}
-    return [pytest.param(name, marks=marks[name]) for name in scripts]
+LOADS = "finetune_baseline"  # all scripts load a model by the same function
 
 
 @pytest.fixture
-def run(run_script, checkpoint, monkeypatch):
+def run(run_script, checkpoint):
     """run("profile_baseline --estimate") -> Outcome, of that script on the checkpoint."""
-    monkeypatch.setattr(config_file, "HAS_GPU", False)  # where flash attention may be installed
 
     def run(name: str, *flags: str):
         script, its_flags = SCRIPTS[name]
@@ -98,24 +75,22 @@ def run(run_script, checkpoint, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_damaged_config_is_one_sentence_with_file_and_field(run, checkpoint, script):
+def test_a_damaged_config_is_one_sentence_with_the_file(run, checkpoint, script):
     whole = (checkpoint / "config.json").read_text()
-    for field, value, words in MUTATIONS if script in ALL else SOME:
+    for field, value, words in MUTATIONS if script == LOADS else FEW:
         (checkpoint / "config.json").write_text(whole)
         change_config(checkpoint, **{field: value})
         outcome = run(script)
-        said = "" if isinstance(value, dict) else repr(value)
-        said = f"{field.removeprefix('_')} = {said}"
-        assert_refused(outcome, f"the config.json of {checkpoint}", said, words)
+        assert_refused(outcome, f"the config.json of {checkpoint}", words)
         assert "step 1" not in outcome.out
 
 
 GELU, LONG = {"hidden_act": "gelu"}, {"hidden_size": 32_772, "head_dim": 16}
 OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
-    "swiglu": (GELU, ["hidden_act = 'gelu'", "expected 'silu'", "without swiglu"]),
-    "fused_layer": (GELU, ["hidden_act = 'gelu'", "expected 'silu'"]),
-    "rmsnorm": (LONG, ["hidden_size = 32772", "from 1 to 32,768"]),
-    "rope": ({"head_dim": 4098}, ["head_dim = 4098", "from 2 to 4,096"]),
+    "swiglu": (GELU, ["hidden_act is 'gelu', expected 'silu'", "without swiglu"]),
+    "fused_layer": (GELU, ["hidden_act is 'gelu', expected 'silu'"]),
+    "rmsnorm": (LONG, ["from 1 to 32,768"]),
+    "rope": ({"head_dim": 4098}, ["from 2 to 4,096"]),
 }
 
 
@@ -124,7 +99,8 @@ OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
     "script, kernel",
     [
         *(("finetune_optimized", kernel) for kernel in OF_KERNELS),
-        *((name, "swiglu") for name in list(SCRIPTS)[2:]),
+        ("finetune_optimized --ladder", "swiglu"),
+        ("profile_baseline", "swiglu"),
     ],
 )
 def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
@@ -141,7 +117,6 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", [EVERY_DAY, "profile_baseline", "profile_baseline --estimate"])
 @pytest.mark.parametrize(
     "values",
     [
@@ -158,11 +133,9 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     ],
     ids=str,
 )
-def test_an_unusual_config_that_can_be_trained_is(
-    run, checkpoint, little_validation, script, values
-):
+def test_an_unusual_config_that_can_be_trained_is(run, checkpoint, little_validation, values):
     change_config(checkpoint, **values)
-    outcome = run(script, *(["--kernels", "none"] if script != "finetune_baseline" else []))
+    outcome = run(LOADS)
     assert outcome.code == 0, outcome.err
 
 
@@ -209,23 +182,18 @@ MISFITS = [  # values of config.json, what becomes of the weights, words of the 
     ({LAYERS: 1}, dict, ["9 not part", "model.layers.1.input_layernorm.weight"]),
     ({}, lambda w: w | {BIAS: torch.ones(64)}, [f"1 not part of that model, {BIAS}"]),
     ({"attention_bias": True}, dict, ["8 missing, model.layers.0.self_attn.k_proj.bias"]),
-    ({LAYERS: 3}, dict, ["9 missing, model.layers.2.input_layernorm.weight"]),
     ({"intermediate_size": 128}, dict, ["6 of another shape", "0.mlp.down_proj.weight"]),
     ({}, lambda w: {n: t[: min(len(t), 256)] for n, t in w.items()}, ["2 of another shape"]),
-    ({}, lambda w: {f"in.{name}": t for name, t in w.items()}, ["21 missing", "21 not part"]),
 ]
 
 
-@pytest.mark.parametrize(
-    "script", mostly(EVERY_DAY, ["finetune_baseline", "finetune_optimized", "profile_baseline"])
-)
 @pytest.mark.parametrize("values, change, words", MISFITS)
 def test_weights_that_are_not_the_configurations_are_refused(
-    run, checkpoint, script, values, change, words
+    run, checkpoint, values, change, words
 ):
     change_config(checkpoint, **values)
     change_weights(checkpoint, change)
-    assert_refused(run(script), f"the weights of {checkpoint} do not fit its config.json", *words)
+    assert_refused(run(LOADS), f"the weights of {checkpoint} do not fit its config.json", *words)
 
 
 SUPERFLUOUS = {  # what becomes of the weights
@@ -269,20 +237,12 @@ def public_checkpoint(saved_tiny) -> Iterator[Path]:
         yield copy
 
 
-# profile_baseline without a flag asks first whether its trace can be written, which that user may
-# not
-@pytest.mark.parametrize(
-    "script", mostly(EVERY_DAY, [name for name in SCRIPTS if name != "profile_baseline"])
-)
 @pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/config.json", "."])
-def test_a_model_that_may_not_be_read_is_one_sentence(
-    run_script, public_checkpoint, script, closed
-):
-    module, flags = SCRIPTS[script]
+def test_a_model_that_may_not_be_read_is_one_sentence(run_script, public_checkpoint, closed):
     path = public_checkpoint.parent / closed
     path.chmod(0)
     with ordinary_user():
-        outcome = run_script(module, "--model", str(public_checkpoint), *flags)
+        outcome = run_script(finetune_baseline, "--model", str(public_checkpoint), *STEPS)
     path.chmod(0o755)
     assert_refused(outcome, f"--model {public_checkpoint} cannot be read: Permission denied")
 
@@ -298,22 +258,16 @@ def test_a_folder_that_may_be_entered_but_not_listed_is_not_taken_to_hold_no_tok
     assert_refused(outcome, "cannot be read: Permission denied")
 
 
-@pytest.mark.parametrize("script", mostly(EVERY_DAY, list(SCRIPTS)))
 @pytest.mark.parametrize(
     ("name", "words"),
     [("m" * 300, "File name too long"), (f"folder/{'m' * 300}", "neither a directory nor")],
     ids=["name", "name in a folder"],
 )
-def test_a_name_of_300_characters_is_one_sentence(run_script, tmp_path, script, name, words):
-    module, flags = SCRIPTS[script]
-    runs = module is profile_baseline and "--memory" not in flags and "--estimate" not in flags
-    trace = ["--trace", str(tmp_path / "trace.json")] if runs else []
-    assert_refused(run_script(module, "--model", name, *flags, *trace), words)
+def test_a_name_of_300_characters_is_one_sentence(run_script, name, words):
+    assert_refused(run_script(finetune_baseline, "--model", name, *STEPS), words)
 
 
-@pytest.mark.parametrize(
-    "name", ["./run1", "checkpoints/run1/", "a/b/run1", "/nowhere/run1", "~/run1"]
-)
+@pytest.mark.parametrize("name", ["./run1", "run1/", "a/b/run1"])
 def test_a_directory_that_is_not_there_is_called_that(run_script, monkeypatch, name):
     monkeypatch.setattr(
         config_file, "hf_hub_download", lambda *args: pytest.fail("the network was asked")
@@ -342,11 +296,10 @@ def test_a_file_for_a_model_is_refused(run_script, checkpoint):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(HAS_GPU, reason="with a GPU no interpreter is needed")
-@pytest.mark.parametrize("flags", [["--kernels", "all"], ["--kernels", "rmsnorm", "--longest"]])
-def test_kernels_without_gpu_and_interpreter_are_one_sentence(checkpoint, flags):
+def test_kernels_without_gpu_and_interpreter_are_one_sentence(checkpoint):
     """In a process of its own: what is imported while kernels are compiled stays so."""
     script = Path(finetune_optimized.__file__)
-    command = [sys.executable, str(script), "--model", str(checkpoint), "--seq-len", "8", *flags]
+    command = [sys.executable, str(script), "--model", str(checkpoint), "--seq-len", "8"]
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, capture_output=True, text=True, env=env)
     assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr

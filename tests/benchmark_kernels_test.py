@@ -183,20 +183,6 @@ def row_of(text: str, implementation: str) -> list[str]:
     return columns(next(line for line in text.splitlines() if f"  {implementation}  " in line))
 
 
-def test_records_older_than_a_measurement_show_that_it_is_missing(finished):
-    record = copy.deepcopy(finished[1])
-    new = row_of(render(record), OURS)
-    for section in record["sections"]:
-        del section["first_call_seconds"]
-        for row in section["rows"]:
-            del row["host_us"]
-    old = row_of(render(record), OURS)
-    at = EVERY.index("Queued")
-    assert new[at] != "n/a" and old[at] == "n/a"
-    assert old[:at] + old[at + 1 :] == new[:at] + new[at + 1 :]
-    assert render(record).count("First call (compilation): n/a\n") == len(SPECS)
-
-
 def test_queued_calls_are_timed_together_and_divided(monkeypatch):
     clock, calls = [0.0], []
     monkeypatch.setattr(timing, "HAS_GPU", True)

@@ -14,14 +14,18 @@ whose length it knows.  So a compiled graph shows strides that eager PyTorch nev
 import contextlib
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import COMPILED_DTYPE, compiled_once
+from tests.layouts import layouts_of
 from tests.subject import (
     Subject,
     as_tuple,
@@ -264,3 +268,48 @@ def test_forward_mode_is_refused(subject):
 
     with pytest.raises(Exception, match="no forward-mode derivative"):
         torch.compile(jvp, fullgraph=True, backend="eager")(inputs[name])
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Keeps the calls of the kernels' operators: the project's, or those of a planted fault."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace in ("tutorial", "mutant"):
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}))
+            self.calls.append((operator, *detached))
+        return operator(*args, **(kwargs or {}))
+
+
+def rows_and_layouts(subject):
+    layouts = "contiguous", "gaps and an odd offset", "every second column", "columns outermost"
+    if subject.other_settings:
+        return [((2, 3), layout) for layout in layouts[:2]]
+    layouts += "dimensions 0 and 1 exchanged", "dimension 0 repeated (stride 0)"
+    return [((), "contiguous"), ((0,), "contiguous"), *(((2, 3), layout) for layout in layouts)]
+
+
+@contract("case", rows_and_layouts, exhaustive=always)
+def test_operators_promise_what_they_return(subject, case, monkeypatch):
+    """All tensors are laid out so.  Compiled code calls operators, and believes what they say."""
+    tiles.small_tiles(monkeypatch)
+    rows, layout = case
+    tensors = [
+        {n: layouts_of(t.ndim)[layout].place(t) if layout in layouts_of(t.ndim) else t
+         for n, t in named.items()}
+        for named in subject.make(rows, subject.size, torch.bfloat16)
+    ]  # fmt: skip
+    compiling = mock.patch.object(torch.compiler, "is_compiling", return_value=True)
+    with compiling, OperatorCalls() as found:
+        for needed in {subject.differentiable, subject.differentiable[:1]}:
+            run(subject, subject.function, *tensors, needed)
+    assert found.calls or not subject.made_by_kernels_alone
+    promises = "test_schema", "test_faketensor"  # the others trace, as other contracts do
+    for operator, args, kwargs in found.calls:
+        kept = torch.library.opcheck(
+            operator, args, kwargs, test_utils=promises, raise_exception=False
+        )
+        assert kept == dict.fromkeys(promises, "SUCCESS"), (operator, kept)

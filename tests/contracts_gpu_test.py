@@ -28,27 +28,26 @@ def test_sizes_of_real_models(subject, dtype, monkeypatch):
 
 @contract()
 def test_rows_beyond_int32_in_memory(subject, monkeypatch, gpu_memory):
-    """The last rows begin beyond 2**31 elements; all others are zeros, which have nothing to
-    say.
+    """The last rows begin beyond 2**31 elements; all others are zeros, or do not count: they have
+    nothing to say.
     """
     tiles.shipped_tiles(monkeypatch)
     tail = 4
-    inputs, douts = subject.make((tail,), subject.gpu_size, BF16)
+    inputs, douts = subject.make((tail, *subject.gpu_rows[1:]), subject.gpu_size, BF16)
     width = max(inputs[name].numel() // tail for name in subject.row_inputs)
     n_rows = 2**31 // width + 8
-    rows = {
-        name: t
-        for name, t in (inputs | {f"d{name}": t for name, t in douts.items()}).items()
-        if name in subject.row_inputs or name[1:] in douts
-    }
-    gpu_memory(3 * sum(n_rows * t.nbytes // tail for t in rows.values()) / 2**30)
+    rows = [inputs[name] for name in subject.row_inputs] + list(douts.values())
+    gpu_memory(3 * sum(n_rows * t.nbytes // tail for t in rows) / 2**30)
 
     def placed(t):
-        whole = t.new_zeros((n_rows, *t.shape[1:]))
+        if t.ndim == 0:  # the gradient of a mean
+            return t
+        nothing = 0 if t.is_floating_point() or t.dtype == torch.bool else -100  # no target
+        whole = t.new_full((n_rows, *t.shape[1:]), nothing)
         whole[-tail:] = t
         return whole
 
-    far = {name: placed(t) if name in rows else t for name, t in inputs.items()}
+    far = {name: placed(t) if name in subject.row_inputs else t for name, t in inputs.items()}
     far_douts = {name: placed(dout) for name, dout in douts.items()}
     found = run(subject, subject.function, far, far_douts)
     ref64, eagers = references(subject, inputs, douts)
@@ -108,8 +107,8 @@ def test_tensors_on_a_gpu_that_is_not_the_current_one(subject):
 def test_new_row_counts_compile_no_new_kernels(subject, compiled_kernels, monkeypatch):
     tiles.shipped_tiles(monkeypatch)
 
-    def step(n_rows):
-        run(subject, subject.function, *subject.make((n_rows,), subject.gpu_size, BF16))
+    def step(*rows):
+        run(subject, subject.function, *subject.make(rows, subject.gpu_size, BF16))
 
     kernels = [
         k
@@ -126,6 +125,8 @@ def test_new_row_counts_compile_no_new_kernels(subject, compiled_kernels, monkey
     compiled_kernels.clear()
     for n_rows in (1, 2, 15, 16, 17, 33, 1000, 1024):
         step(n_rows)
+    for rows in ((2, 48), (3, 17), (3, 1)):  # of RoPE samples and tokens
+        step(*rows)
     assert compiled_kernels == []
 
 

@@ -219,7 +219,12 @@ def test_rows_beyond_int32(subject, case, far_apart):
     tensors = inputs if name in inputs else douts
     name = name if name in inputs else name.removeprefix("d")
     tensors[name] = far_apart(tensors[name], dim)
-    assert same_bits(run(subject, subject.function, inputs, douts), expected)
+    found = run(subject, subject.function, inputs, douts)
+    if subject.made_by_kernels_alone or not HAS_GPU:
+        assert same_bits(found, expected)
+    else:  # cuBLAS may choose another order of sums for such strides
+        for part, t in found.items():
+            assert relative_error(t, expected[part]) <= FLOOR[torch.bfloat16], part
 
 
 # ---- The same numbers every time -----------------------------------------------------------------

@@ -19,7 +19,7 @@ from tests.fp8_layer_test import DTYPE, REFERENCES
 from tests.small_workloads import loss_and_gradients, smaller_config, with_adapters
 
 KINDS = {
-    "FP8 in the layer": lambda model: fp8_layers(apply_kernels(model), "all"),
+    "FP8 in the layer": lambda model: fp8_layers(apply_kernels(model)),
     "NF4": lambda model: with_adapters(quantize_model(model, "nf4")),
     "frozen FP8": lambda model: with_adapters(quantize_model(model, "fp8 all")),
     "recompute norm": lambda model: set_recompute(model, "norm"),

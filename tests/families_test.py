@@ -15,7 +15,7 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
-from harness.cli.flags import FP8_ALL, RECOMPUTE
+from harness.cli.flags import RECOMPUTE
 from harness.data import dataset
 from harness.model import architecture, packed_attention
 from harness.model.families import EXAMPLES, FAMILIES, part_outside
@@ -286,7 +286,7 @@ def test_adapters_have_the_unpatched_gradients(kind, quantized):
 def test_fp8_takes_all_layers_and_stays_near(kind):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
     plain = make_model(kind, MODEL_KERNELS, **sizes)
-    model = fp8_layers(copy.deepcopy(plain), FP8_ALL)
+    model = fp8_layers(copy.deepcopy(plain))
     expected, found = map(loss_and_gradients, (plain, model))
     # e4m3 has 3 bits after the point; the gradients of two layers are that far off together
     errors = {name: relative_error(found[name], value) for name, value in expected.items()}

@@ -197,28 +197,31 @@ def waiting_forbidden() -> Iterator[None]:
 
 
 @pytest.fixture
-def far_apart(tmp_path):
+def far_apart(tmp_path, gpu_memory):
     """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the
     third beyond int32.
 
-    The memory is a file of 8 GB, nearly all of it a hole that takes no space.  The view begins in
-    its middle, so that an offset that wraps to -2**31 reads the zeros at the file's beginning,
-    where else it would end the process.
+    Without a GPU the memory is a file of 8 GB, nearly all of it a hole that takes no space.  The
+    view begins in its middle, so that an offset that wraps to -2**31 reads the zeros at the
+    beginning, where else it would end the process.
     """
-    if HAS_GPU:
-        pytest.skip("on a GPU this is done in its memory, by the test of offsets beyond int32")
     elements, file = 2**32 + 2**12, tmp_path / "hole"
 
-    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def memory() -> torch.Tensor:
+        if HAS_GPU:
+            gpu_memory(10)
+            return torch.zeros(elements, dtype=torch.bfloat16, device=DEVICE)
         with open(file, "wb") as empty:
             empty.truncate(2 * elements)
         if file.stat().st_blocks * 512 > 2**20:
             pytest.skip("this file system cannot leave a hole in a file")
-        memory = torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
+        return torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
+
+    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
         strides = [
             2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())
         ]
-        return memory.as_strided(values.shape, strides, 2**31).copy_(values)
+        return memory().as_strided(values.shape, strides, 2**31).copy_(values)
 
     yield place
     file.unlink(missing_ok=True)

@@ -60,10 +60,6 @@ profile_baseline [--first-layers 1]
 finetune_baseline [--lora-alpha 8, --lora-targets mlp, --merge]
 profile_baseline [--quantize nf4]
     FLAG is for LoRA: add --lora-rank R or --adapter DIR, or leave FLAG out
-profile_baseline --kernels all --lora-rank 2 --fp8 inputs
-    --fp8 inputs is about the gradients of weights, which --lora-rank freezes: take --fp8 all
-finetune_optimized --kernels all --adapter x --fp8 inputs
-    --fp8 inputs is about the gradients of weights, which --adapter freezes: take --fp8 all
 profile_baseline --kernels all --fp8 compact
     --fp8 compact keeps weights that are frozen: take --fp8 all, or add --lora-rank R
 finetune_optimized --kernels all --lora-rank 2 --quantize nf4 --fp8

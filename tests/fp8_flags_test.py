@@ -12,7 +12,6 @@ from harness.cli.workload import Workload
 from harness.model import architecture, loading
 from harness.training import resuming
 from next_steps import finetune_options
-from next_steps.finetuning import kernel_training
 from next_steps.layers import fp8_layer
 from next_steps.patches import fp8_model
 from tests.fp8_layer_test import REFERENCES
@@ -50,23 +49,13 @@ def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monke
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["--fp8"], pytest.param(["--fp8", "inputs"], marks=pytest.mark.exhaustive)],
-    ids=" ".join,
-)
-def test_a_run_says_how_many_layers_compute_so_and_records_it(
-    run_script, tmp_path, small_model, flags
-):
+def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_path, small_model):
     path = tmp_path / "run.json"
-    command = [*SMALL, "--kernels", "all", *flags, "--json", str(path)]
-    outcome = run_script(finetune_optimized, *command)
+    outcome = run_script(finetune_optimized, *SMALL, *FP8, "--json", str(path))
     assert outcome.code == 0, outcome.err
     record = json.loads(path.read_text())
-    assert record["fp8"] == (["all"] + flags)[-1].replace("--fp8", "all")
-    assert record["fp8_layers"] == [1, 1]
-    name = "fp8" if record["fp8"] == "all" else "fp8 inputs"
-    assert f"adamw, {name} in 1 of 1 layers; AdamW" in outcome.out
+    assert record["fp8"] == "all" and record["fp8_layers"] == [1, 1]
+    assert "adamw, fp8 in 1 of 1 layers; AdamW" in outcome.out
     assert Workload.from_record(record).fp8 == record["fp8"]
 
 
@@ -76,18 +65,8 @@ def test_other_runs_say_nothing_of_it(run_script, tmp_path, small_model):
     assert outcome.code == 0 and "fp8" not in outcome.out + path.read_text()
 
 
-def test_the_mode_reaches_the_layers(small_model):
-    for mode in ("all", "inputs"):
-        model, *_ = kernel_training.prepare(workload_of(*SMALL, *FP8, mode))
-        assert [layer.casts.mode for layer in model.model.layers] == [mode]
-
-
 def test_a_run_is_not_resumed_with_other_products():
-    plain, every, inputs = (
-        workload_of(*SMALL, "--kernels", "all", *flags)
-        for flags in ([], ["--fp8"], ["--fp8", "inputs"])
-    )
+    plain, every = (workload_of(*SMALL, "--kernels", "all", *f) for f in ([], ["--fp8"]))
     assert resuming.refused_differences(every, every) == []
     assert resuming.refused_differences(plain, every) == ["fp8 all (not None)"]
-    assert resuming.refused_differences(every, inputs) == ["fp8 inputs (not all)"]
-    assert every.differences(inputs) == []  # their losses may be compared
+    assert plain.differences(every) == []  # their losses may be compared

@@ -203,7 +203,7 @@ def test_stochastic_rounding_reaches_the_optimizer_and_the_record(
     monkeypatch.setattr(apply_kernels, "triton_adamw", triton_adamw)
     flags = ["--dtype", "bf16", "--kernels", "adamw", "--stochastic-rounding"]
     record = recorded(finetune_optimized, *SMALL, *flags)
-    assert made[0].param_groups[0]["stochastic_rounding"]
+    assert made[-1].param_groups[0]["stochastic_rounding"]  # the first is of a trial step
     assert record["kernels"] == ["adamw"] and record["stochastic_rounding"] is True
     assert "Custom kernels: adamw, stochastic_rounding;" in record["printed"]
 

@@ -10,7 +10,7 @@ from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
-from next_steps.studies import fp8_study, weight_values
+from next_steps.studies import fp8_study
 from tools import make_records
 from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
@@ -40,9 +40,6 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
         assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
         assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
-    elif script == "next_steps.studies.weight_values":
-        monkeypatch.setattr("sys.argv", [script, *flags])
-        assert weight_values.parse_args().kernels
     else:
         assert script == "next_steps.studies.fp8_study"
         monkeypatch.setattr("sys.argv", [script, *flags])

@@ -6,7 +6,13 @@ import pytest
 
 from tests.page_run_tables_test import cells, run
 from tools import page_records
-from tools.page_published_tables import PLACED, published, published_ours, speed_cells
+from tools.page_published_tables import (
+    PLACED,
+    published,
+    published_ours,
+    speed_cells,
+    weight_values,
+)
 from tools.page_records import load
 
 STATION = {
@@ -59,3 +65,19 @@ def test_a_run_without_record_has_no_row(recorded):
     assert unread[:3] == ["Hugging Face", "H200", "bf16"] and unread[-2:] == ["–", "–"]
     assert read[:3] == ["`--kernels all --fp8`", "H200", "FP8, LoRA"]
     assert read[-2:] == ["655", "80.0"]  # 655.36 W / 8,192 tokens/s
+
+
+def test_the_values_of_the_weights_are_compared_round_by_round(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
+
+    def done(way, *seconds, watts=690.0):
+        power = {"watts": watts, "mhz": 1500.0}
+        return {"way": way, "seconds": seconds, "loss": 12.0, "power": power}
+
+    rounds = [done("random", 0.5), done("trained", 0.51), done("random", 0.4, watts=700.0)]
+    rounds.append(done("trained", 0.4))
+    for name in ("weight_values", "weight_values_fp8"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rounds": rounds}))
+    _, _, random, trained, *_ = cells(weight_values())
+    assert random == ["bf16, random", "450.0", "420.0–480.0", "695", "1,500", "12.00", ""]
+    assert trained[-1] == "1.0100 (1.0000–1.0200)"

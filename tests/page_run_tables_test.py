@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tools import page_records
+from tools.page_kernel_tables import fp8_casts, fp8_products
 from tools.page_step_tables import parts, run_label, runs, traces
 
 ALL = ["rmsnorm", "adamw"]
@@ -115,3 +116,20 @@ def test_each_kept_trace_has_a_row_that_is_counted_in_it(recorded):
     ((name, *row),) = cells(traces())[2:]
     assert name == "[after](../results/trace_kernels.json.gz)"
     assert row == ["H200", "aaaaaaa", "2", "1.2", "0"]
+
+
+def test_the_casts_have_floor_share_and_gain(recorded):
+    us = {"alone_us": 3.0, "separate_us": 7.0, "fused_us": 4.0}
+    alone = {"alone_us": None, "separate_us": None, "fused_us": 2.0}
+    casts = [
+        {"name": "some", "tokens": 16, "bytes": 2_000_000, **us},
+        {"name": "other", "tokens": None, "bytes": 1_000_000, **alone},
+    ]
+    times = {"bf16_us": 10.0, "fast_us": 4.0, "accurate_us": 7.0}
+    products = [{"name": "one", "tokens": 16, "shape": [1, 2, 3], **times}]
+    recorded(fp8_costs={"copy_gbs": 1000.0, "casts": casts, "products": products})
+    _, _, some, other = cells(fp8_casts())
+    assert some == ["some", "16", "3.0", "7.0", "4.0", "3.0", "2.0", "50 %"]
+    assert other == ["other", "any", "", "", "2.0", "", "1.0", "50 %"]
+    _, _, product = cells(fp8_products())
+    assert product == ["one", "16", "1 × 2 × 3", "10.0", "4.0", "7.0", "6.0", "3.0"]

@@ -1,6 +1,7 @@
 """The profile of a step: what is printed of it, and what a real one finds."""
 
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -39,7 +40,6 @@ from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
 from tests.diagnose_test import made_up
 from tests.fixtures import needs_gpu
-from tools import trace_picture
 from tools.page_records import RESULTS
 
 # ---------------------------------------------------------------- what is printed
@@ -174,7 +174,8 @@ def test_every_category_of_a_real_step_is_found(runs, name):
 
 def opened(path: str | Path) -> list[dict]:
     """The events of a trace, which Perfetto opens: each is as the format of Chrome's wants it."""
-    trace = trace_picture.read(str(path))
+    content = Path(path).read_bytes()
+    trace = json.loads(gzip.decompress(content) if str(path).endswith(".gz") else content)
     events = trace["traceEvents"]
     for event in events:
         assert isinstance(event["name"], str) and {"pid", "tid", "ts"} <= event.keys()

@@ -27,7 +27,7 @@ from next_steps.lessons.qk_norm_rope_kernel import (
     triton_qk_norm_rope,
 )
 from tests import subject
-from tests.fixtures import needs_gpu, poisoned_outputs
+from tests.fixtures import poisoned_outputs
 from tests.layouts import layouts_of
 from tests.subjects import SUBJECTS
 from tests.subjects.qk_norm_rope import EPS, make, reference
@@ -165,14 +165,6 @@ def test_nan_stays_in_its_head_and_in_its_weights_gradient():
 # ---- Heads and angles ----------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(8, 2), (5, 3), (2, 7)], ids=str)
-def test_heads_of_real_models(heads, D):
-    """Also where the heads of k do not divide those of q, and in several groups of heads."""
-    assert_all_passed(check_against_float64(*make((3,), (*heads, D), torch.bfloat16)))
-
-
 @pytest.mark.parametrize("shape", [(2, 3), (3, 3), (1, 5)], ids=str)
 def test_angles_without_a_batch_are_every_samples(shape):
     inputs, douts = make(shape, SIZE, torch.float32, shared=True)
@@ -231,15 +223,6 @@ def test_frozen_weights_get_no_gradient_and_no_buffer():
     assert dq_weight is None and dk_weight is None
     with_weights = qk_norm_rope_backward(*arguments)
     assert all(map(torch.equal, gradients, with_weights))
-
-
-@pytest.mark.parametrize("trained", ["q_weight", "k_weight"])
-def test_one_weight_may_be_frozen(trained):
-    inputs, douts = make(ROWS, SIZE, torch.float32)
-    leaves = subject.leaves_of(QK_NORM_ROPE, inputs, ("q", "k", trained))
-    torch.autograd.backward(norm_and_rope(*leaves.values()), list(douts.values()))
-    assert leaves[trained].grad is not None
-    assert torch.equal(leaves[trained].grad, run(inputs, douts)[f"d{trained}"])
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
@@ -327,38 +310,3 @@ def test_backward_names_what_it_was_given():
     dq_rot, dk_rot = douts.values()
     with pytest.raises(ValueError, match=r"dk_rot has shape \(2, 2, 2, 16\), expected"):
         qk_norm_rope_backward(dq_rot, dk_rot[:, :, :2], q, k, q_weight, k_weight, EPS, cos, sin)
-
-
-# ---- torch.compile, and what only a GPU can show -------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_operators_promise_torch_compile_what_they_return(layout, need_weights):
-    x, others = laid_out(layout)
-    forward, backward = (
-        launcher.operator for launcher in (qk_norm_rope_forward, qk_norm_rope_backward)
-    )
-    checks = "test_schema", "test_faketensor"  # the others trace, as the contracts do
-    torch.library.opcheck(forward, (x, x, *others), test_utils=checks)
-    torch.library.opcheck(backward, (x, x, x, x, *others, need_weights), test_utils=checks)
-
-
-@needs_gpu
-def test_offsets_beyond_int32(gpu_memory):
-    n_heads, D, tail = 8, 128, 3
-    T = 2**31 // (n_heads * D) + 8  # the last tokens start beyond 2**31 elements
-    gpu_memory(30)
-    inputs, _ = make((1, tail), (n_heads, 1, D), torch.bfloat16)
-    q, k, *weights, cos, sin = inputs.values()
-    expected = qk_norm_rope_forward(q, k, *weights, EPS, cos, sin)
-    for shape in ((1, T, n_heads, D), (1, n_heads, T, D)):
-        far = torch.zeros(shape, device=DEVICE, dtype=torch.bfloat16)
-        far = far.transpose(1, 2) if shape[1] == T else far
-        far[:, :, -tail:] = q
-        table = torch.zeros(2, 1, T, D, device=DEVICE, dtype=torch.bfloat16)
-        table[0, :, -tail:], table[1, :, -tail:] = cos, sin
-        far_rot, _ = qk_norm_rope_forward(far, far[:, :1], *weights, EPS, *table)
-        assert torch.equal(far_rot[:, :, -tail:], expected[0]) and not far_rot[:, :, :-tail].any()
-        del far, far_rot

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import DEVICE
-from harness.cli import flags
 from harness.cli.command_line import Ended, UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
@@ -169,14 +168,13 @@ def test_a_run_is_not_resumed_with_other_moments():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", flags.FP8_MODES)
-def test_in_fp8_it_is_too(trained, examples, mode, monkeypatch):
+def test_in_fp8_it_is_too(trained, examples, monkeypatch):
     """There is no history of scales to save."""
     if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
     workload = tiny_workload(*SMALL, "--data", examples, "--batch-size", "2")
-    same_in_pieces(trained, replace(workload, kernels=tuple(KERNELS), fp8=mode))
+    same_in_pieces(trained, replace(workload, kernels=tuple(KERNELS), fp8="all"))
 
 
 def test_conversations_with_the_date_keep_that_of_the_first_day(trained, monkeypatch, tmp_path):
@@ -225,23 +223,12 @@ def forget_moments(monkeypatch):
     )
 
 
-def forget_the_count(monkeypatch):
-    load = checkpoint.load
-
-    def load_and_count_anew(model, optimizer, *rest):
-        load(model, optimizer, *rest)
-        for state in optimizer.state.values():
-            state["step"].zero_()
-
-    monkeypatch.setattr(checkpoint, "load", load_and_count_anew)
-
-
 def begin_the_data_again(monkeypatch):
     monkeypatch.setattr(training_run, "Loader", lambda batches, n, done: Loader(batches, n))
 
 
 @pytest.mark.parametrize(
-    "mistake", [forget_moments, forget_the_count, begin_the_data_again], ids=lambda f: f.__name__
+    "mistake", [forget_moments, begin_the_data_again], ids=lambda f: f.__name__
 )
 def test_what_is_not_resumed_would_be_noticed(trained, examples, monkeypatch, mistake):
     workload = tiny_workload(*SMALL, "--data", examples)
@@ -258,12 +245,8 @@ def flags_of(folder, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize(
-    "script", [finetune_baseline, pytest.param(finetune_optimized, marks=pytest.mark.exhaustive)]
-)
-def test_a_signal_ends_the_run_after_its_step(
-    run_script, ended_after, tmp_path, script, number, code
-):
+def test_a_signal_ends_the_run_after_its_step(run_script, ended_after, tmp_path, number, code):
+    script = finetune_optimized if number == signal.SIGINT else finetune_baseline
     folder, record = tmp_path / "checkpoints", tmp_path / "run.json"
     before = signal.getsignal(number)
     ended_after(3, number)
@@ -372,10 +355,6 @@ DAMAGES = {  # what becomes of step-2, and what the sentence says
         lambda path: (path / "checksums.json").unlink(),
         "checksums.json is missing or damaged",
     ),
-    "of an older version": (
-        lambda path: change_facts(path, lambda facts: facts.pop("config")),
-        "does not say how its model computes, as older versions",
-    ),
 }
 
 
@@ -447,18 +426,13 @@ def ended_and_resumed(run_script, ended_after, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("part", [0, -1], ids=["trained on", "held out"])
-def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path, part):
-    """Also the held-out part: the first validation loss was that of the old text."""
+def test_a_text_that_has_changed_is_refused(ended_and_resumed, tmp_path):
+    """In the held-out part: the first validation loss was that of the old text."""
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-
-    def change():
-        text = list(file.read_text())
-        text[part] = "#"
-        file.write_text("".join(text))
-
-    outcome = ended_and_resumed(["--data", str(file)], change)
+    outcome = ended_and_resumed(
+        ["--data", str(file)], lambda: file.write_text(file.read_text()[:-1] + "#")
+    )
     assert outcome.code == 2 and "are not those of the checkpoint" in outcome.err
 
 
@@ -477,10 +451,6 @@ def model_folder(tmp_path) -> Path:
 
 OTHERWISE = {  # as many weights of the same shapes compute other numbers
     "eps": ({"rms_norm_eps": 0.1}, "rms_norm_eps 0.1 (not 1e-05)"),
-    "heads": (
-        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
-        "num_attention_heads 2 (not 4); num_key_value_heads 1 (not 2); head_dim 16 (not 8)",
-    ),
     "scaling": (
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
         "rope_parameters.rope_type linear (not default); rope_parameters.factor 4.0 (not None)",

@@ -15,7 +15,7 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import Check, assert_all_passed, compare
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import FP8_ALL, FP8_INPUTS, FP8_MODES, finetune_parser
+from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
@@ -119,18 +119,13 @@ def test_fp8_leaves_loss_and_gradients_of_the_real_model_near(smollm, english, m
     model = loading.load_model(workload)
     batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
     exact = loss_and_gradients(model, batch)
-    away = {}
-    for mode in FP8_MODES:
-        model = apply_kernels.apply_kernels(loading.load_model(workload))
-        found = loss_and_gradients(fp8_model.fp8_layers(model, mode), batch)
-        assert abs(found["loss"] - exact["loss"]) < 0.03 * exact["loss"]
-        errors = [(found[name] - exact[name]).square().sum() for name in exact if name != "loss"]
-        sizes = [exact[name].square().sum() for name in exact if name != "loss"]
-        away[mode] = (sum(errors) / sum(sizes)).sqrt().item()  # of all gradients as one vector
-    print(away)
-    assert 0.1 < away[FP8_INPUTS] < 0.5
-    # what the weights' gradients add is little beside what comes from behind
-    assert away[FP8_ALL] < 1.1 * away[FP8_INPUTS]
+    model = apply_kernels.apply_kernels(loading.load_model(workload))
+    found = loss_and_gradients(fp8_model.fp8_layers(model), batch)
+    assert abs(found["loss"] - exact["loss"]) < 0.03 * exact["loss"]
+    errors = [(found[name] - exact[name]).square().sum() for name in exact if name != "loss"]
+    sizes = [exact[name].square().sum() for name in exact if name != "loss"]
+    away = (sum(errors) / sum(sizes)).sqrt().item()  # of all gradients as one vector
+    assert 0.1 < away < 0.5
 
 
 @pytest.mark.exhaustive

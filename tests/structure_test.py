@@ -9,7 +9,7 @@ import pytest
 
 HERE = Path(__file__).parents[1]  # the project's folder
 # at the root: the playbook's
-LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel", "cross_entropy_inplace_kernel"}
+LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel"}
 LONGEST = 500  # lines of a module; lessons and tests are as long as they read well
 WIDEST = 100  # columns
 SUPPORT = "kernel_support"  # lies beside every lesson; a lesson is carried away with it
@@ -138,20 +138,17 @@ def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
 def test_a_lesson_can_be_carried_away(module):
     """It needs kernel_support beside it.
 
-    The gradient in place, linear + cross-entropy and reverse KL need the lessons that they are made
-    of, too.
+    Linear + cross-entropy and reverse KL also need the lesson that they are made of.
     """
     beside = {SUPPORT}
-    if "cross_entropy" in module or "reverse_kl" in module:
-        beside |= {"cross_entropy_kernel", "cross_entropy_inplace_kernel"}
+    if "linear_cross_entropy" in module or "reverse_kl" in module:
+        beside.add("cross_entropy_kernel")
     assert imports(module) and imports(module) <= beside
 
 
 def test_no_circle():
     """Not even one that an import inside of a function hides."""
     graph = {module: imports(module) & set(MODULES) for module in MODULES}
-    # TritonCrossEntropyLoss(inplace=True) runs a Function that is made of the loss's own kernels.
-    graph["cross_entropy_kernel"].remove("cross_entropy_inplace_kernel")
     while graph:
         leaves = {module for module, needed in graph.items() if not needed & set(graph)}
         assert leaves, f"these import each other: {', '.join(sorted(graph))}"
@@ -162,6 +159,11 @@ def test_the_harness_is_never_run_by_itself():
     for module in MODULES:
         if floor_of(module) == "harness":
             assert "\nif __name__ ==" not in SOURCES[module].read_text(), module
+
+
+def test_nothing_that_users_run_imports_mocks():
+    """harness/steps/launches.py is the one place that sees a launch or replaces an attribute."""
+    assert not [module for module in MODULES if "mock" in SOURCES[module].read_text()]
 
 
 def test_no_module_is_too_long_and_no_line_too_wide():

@@ -1,19 +1,21 @@
 """Tests of the sweep: a wrong setting must not win, a failed one must be listed, and the advice."""
 
+import contextlib
 import copy
 import itertools
 import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
+from operator import eq
 from unittest import mock
 
 import pytest
 import torch
 from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import KernelInterface
 
 import benchmark_kernels as bench
 import rmsnorm_kernel
@@ -23,7 +25,7 @@ from harness.records import run_records
 from harness.steps import timing
 from next_steps.comparisons import sweep_kernels, sweep_tables
 from next_steps.comparisons.sweep_kernels import (
-    StandIn,
+    Launch,
     carried,
     carrying,
     settings_to_try,
@@ -83,10 +85,13 @@ def test_what_the_file_carries_is_observed(monkeypatch):
 
 
 def test_patches_are_gone_afterwards():
-    before = rmsnorm_kernel._rmsnorm_bwd_kernel, rmsnorm_kernel._backward_options
+    def changed():
+        return KernelInterface.__getitem__, rmsnorm_kernel._backward_options
+
+    before = changed()
     with carrying(make_launch("rmsnorm", 1), {"num_warps": 8, "STAGES": 3, "n_programs": 2}):
-        assert isinstance(rmsnorm_kernel._rmsnorm_bwd_kernel, StandIn)
-    assert (rmsnorm_kernel._rmsnorm_bwd_kernel, rmsnorm_kernel._backward_options) == before
+        assert not any(map(eq, changed(), before))
+    assert changed() == before
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -141,9 +146,14 @@ def test_wrong_gradient_off_the_targets_is_seen():
     assert fault.startswith("WRONG") and "other" in fault and "target" not in fault
 
 
-def instead(**behaviour) -> defaultdict:
-    """A kernel that behaves so on any grid, as mock.Mock takes it."""
-    return defaultdict(lambda: mock.Mock(**behaviour))
+def behave(monkeypatch, launch: Launch, **behaviour) -> None:
+    """Let the launch's kernel behave so, as mock.Mock takes it."""
+    run = KernelInterface.__getitem__
+
+    def subscript(kernel, grid):
+        return mock.Mock(**behaviour) if kernel.__name__ == launch.kernel else run(kernel, grid)
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", subscript)
 
 
 @pytest.mark.exhaustive
@@ -152,7 +162,7 @@ def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
     """New memory may be that of the result before, and hold it still."""
     launch = make_launch(kernel, i)
     shipped, expected = carried(launch)
-    monkeypatch.setattr(launch.module, launch.kernel, instead())
+    behave(monkeypatch, launch)
     fault = try_setting(launch, shipped, expected)["fault"]
     assert fault.startswith("WRONG") and " nan" in fault
 
@@ -171,7 +181,7 @@ def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
 def test_setting_that_fails_is_listed(error, said, monkeypatch):
     launch = make_launch("rmsnorm", 0)
     _, expected = carried(launch)
-    monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", instead(side_effect=error))
+    behave(monkeypatch, launch, side_effect=error)
     row = try_setting(launch, {"num_warps": 32}, expected)
     assert row["us"] is None and row["fault"] == said
     setting = example()["shipped"] | {"num_warps": 32}
@@ -182,8 +192,7 @@ def test_setting_that_fails_is_listed(error, said, monkeypatch):
 def test_gpu_out_of_memory_is_no_result(monkeypatch):
     launch = make_launch("rmsnorm", 0)
     _, expected = carried(launch)
-    kernel = instead(side_effect=torch.OutOfMemoryError("CUDA"))
-    monkeypatch.setattr(rmsnorm_kernel, "_rmsnorm_fwd_kernel", kernel)
+    behave(monkeypatch, launch, side_effect=torch.OutOfMemoryError("CUDA"))
     with pytest.raises(torch.OutOfMemoryError):
         try_setting(launch, {"num_warps": 32}, expected)
 
@@ -192,13 +201,7 @@ def test_launcher_that_ignores_a_setting_is_an_error(monkeypatch):
     """Otherwise the file's own setting would be timed under another's name."""
     launch = make_launch("rmsnorm", 1)
     shipped, expected = carried(launch)
-    patch, patch_object = sweep_kernels.mock.patch, mock.patch.object
-
-    def ignore(owner, attribute, new):
-        ignored = attribute == "_backward_options"
-        return patch_object(owner, attribute, getattr(owner, attribute) if ignored else new)
-
-    monkeypatch.setattr(patch, "object", ignore)
+    monkeypatch.setattr(sweep_kernels, "replaced", lambda *_, **told: contextlib.nullcontext())
     with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
         try_setting(launch, shipped | {"n_programs": 1}, expected)
 

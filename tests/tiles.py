@@ -3,7 +3,6 @@
 What these functions replace is private to the kernels' files; no other test file knows it.
 """
 
-import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from next_steps.lessons import fp8_kernel, nf4_kernel, reverse_kl_kernel, swiglu_kernel
 
@@ -20,8 +19,7 @@ def cross_entropy_tiles(monkeypatch, rows: int = 2, cols: int = 32) -> None:
     def options(logits, warps, rows_of_shipped_tile=None):
         return {"TILE_ROWS": rows, "TILE_COLS": cols, "num_warps": warps}
 
-    for module in (cross_entropy_kernel, cross_entropy_inplace_kernel):
-        monkeypatch.setattr(module, "tile_options", options)
+    monkeypatch.setattr(cross_entropy_kernel, "tile_options", options)
 
 
 def reverse_kl_tiles(monkeypatch, rows: int = 2, threads: int = 8) -> None:
@@ -49,8 +47,7 @@ def small_tiles(monkeypatch) -> None:
 
 
 def shipped_tiles(monkeypatch) -> None:
-    for module in (cross_entropy_kernel, cross_entropy_inplace_kernel):
-        monkeypatch.setattr(module, "tile_options", SHIPPED_OPTIONS)
+    monkeypatch.setattr(cross_entropy_kernel, "tile_options", SHIPPED_OPTIONS)
     monkeypatch.setattr(reverse_kl_kernel, "_options", SHIPPED_KL_OPTIONS)
     monkeypatch.setattr(swiglu_kernel, "BLOCK_SIZE", SHIPPED_BLOCK_SIZE)
     monkeypatch.setattr(nf4_kernel, "TILE_BLOCKS", SHIPPED_BLOCKS)

@@ -15,7 +15,7 @@ from tools.page_records import RESULTS
 WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt", "batch_size": 2}
 WHAT |= {"seq_len": 24, "seed": 3, "steps": 7, "lr": 0.25, "teacher": "other/model"}
 WHAT |= {"first_layers": 3, "student_layers": 2, "temperature": 2.5}
-HOW = {"kernels": ("rmsnorm", "adamw"), "stochastic_rounding": True, "fp8": "inputs"}
+HOW = {"kernels": ("rmsnorm", "adamw"), "stochastic_rounding": True, "fp8": "all"}
 HOW |= {"moments": "8bit"}
 EVERYTHING = Workload(**WHAT, **HOW, cuda_graph=True, warmup=5)
 
@@ -64,7 +64,7 @@ FLAGS = [
     ["--kernels", "all", "--stochastic-rounding", "--cuda-graph", "--lr", "1e-4"],
     ["--kernels", "all", "--fp8", "--steps", "4"],
     ["--kernels", "adamw", "--moments", "8bit"],
-    ["--kernels", "fused_layer", "--fp8", "inputs"],
+    ["--kernels", "fused_layer", "--lora-rank", "4", "--fp8", "compact"],
     ["--opponent", "liger", "--batch-size", "4"],
     ["--lora-rank", "4", "--lora-alpha", "6", "--lora-targets", "mlp"],
     ["--opponent", "compile", "--cuda-graph"],

@@ -10,8 +10,11 @@ from functools import partial
 
 import torch
 
-from cross_entropy_inplace_kernel import InplaceCrossEntropyFunction
-from cross_entropy_kernel import FusedCrossEntropyFunction, PlainCrossEntropyFunction
+from cross_entropy_kernel import (
+    FusedCrossEntropyFunction,
+    InplaceCrossEntropyFunction,
+    PlainCrossEntropyFunction,
+)
 from next_steps.layers.fused_layer import SwiGLULinearFunction
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons.adamw_optimizer import TritonAdamW

@@ -78,12 +78,11 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     from harness.profiling import roofline
     from next_steps.memory import memory_profile
     from next_steps.studies import frontier, ladder, scaling_tables
-    from tools import trace_picture
 
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
     memory = "memory_baseline_1x512", "memory_baseline_4x2048", "memory_all_4x2048"
     single |= dict.fromkeys(memory, memory_profile.plot)
-    single |= {"frontier": frontier.plot, "trace_fsdp_4x2048": trace_picture.plot}
+    single["frontier"] = frontier.plot
     for name, draw in single.items():
         if (RESULTS / f"{name}.json").exists():  # FP8's benchmarks have no record
             yield name, draw, [load(name)]

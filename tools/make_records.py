@@ -129,8 +129,6 @@ RUNS: dict[str, dict[str, str]] = {
         "full_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --steps 4",
         "fp8_all_4x4096_times_16": f"{OPTIMIZED} {STATION} {ALL} --fp8 --steps 4",
         "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
-        "weight_values": f"next_steps.studies.weight_values {LARGE} {ALL}",
-        "weight_values_fp8": f"next_steps.studies.weight_values {LARGE} {ALL} --fp8",
     },
     "moments": {
         "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
@@ -151,11 +149,9 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_torchao_tensorwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-tensorwise "
         "--steps 12",
         "fp8_torchao_rowwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-rowwise --steps 12",
-        "fp8_inputs_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 inputs --steps 12",
         "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
-        "fp8_costs": "next_steps.studies.fp8_study costs",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
         "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",

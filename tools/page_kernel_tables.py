@@ -223,5 +223,31 @@ def targets() -> str:
     return table(body, "target | GPUs | shared memory of a program | FP8 | records")
 
 
+def fp8_casts() -> str:
+    """A layer's casts: the bf16 layer's kernel, the same and a cast after it, the fused kernel."""
+    record, body = load("fp8_costs"), []
+    for row in record["casts"]:
+        floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
+        alone, separate, fused = (row[f"{way}_us"] for way in ("alone", "separate", "fused"))
+        us = alone, separate, fused, separate and separate - fused, floor
+        cells = number(row["tokens"], ",", missing="any"), *(number(t, missing="") for t in us)
+        body.append((row["name"], *cells, per_cent(floor / fused)))
+    times_us = "bf16 alone | and cast | fused | saved | floor | of copy"
+    return table(body, f"cast, µs | tokens | {times_us}")
+
+
+def fp8_products() -> str:
+    """A layer's products in bf16, in FP8 with fast addition, and in FP8 without."""
+    body = []
+    for row in load("fp8_costs")["products"]:
+        bf16, fast, slow = us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
+        cells = (number(each) for each in (*us, bf16 - fast, bf16 - slow))
+        shape = " × ".join(f"{n:,}" for n in row["shape"])
+        body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
+    times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"
+    return table(body, f"product, µs | tokens | M × N × K | {times_us}")
+
+
 FUNCTIONS = benchmark, errors, sizes, dtypes, kernels, prediction, reverse_kl, ceilings, targets
+FUNCTIONS += fp8_casts, fp8_products
 TABLES = {function.__name__: function for function in FUNCTIONS}

@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables, weight_values
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
 from tools import instruction_count
 from tools.page_records import COLUMNS, load
 
@@ -35,8 +35,6 @@ def render(names: list[str]) -> str:
         "frontier": frontier.render,
         "longest": longest.render,
         "fp8_accuracy": fp8_study.render_accuracy,
-        "fp8_costs": fp8_study.render_costs,
-        "weight_values": weight_values.render,
         "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }

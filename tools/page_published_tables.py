@@ -1,7 +1,11 @@
 """The tables of docs/how_good.md: published figures and our own runs, by one formula."""
 
+import operator
+import statistics
+
 from harness.model.architecture import flops_per_token
 from harness.model.families import EXAMPLES
+from harness.records.spread import spread
 from harness.steps.power import joules_per_token
 from harness.steps.timing import datasheet_tflops
 from tools import page_records
@@ -11,8 +15,7 @@ from tools.page_step_tables import run_label
 
 OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
-PLACED += "lora_fp8_bf16_2x4096_times_16", "lora_fp8_all_2x4096_times_16"
-PLACED += tuple(name for name in RUNS["published"] if not name.startswith("weight_values"))
+PLACED += "lora_fp8_bf16_2x4096_times_16", "lora_fp8_all_2x4096_times_16", *RUNS["published"]
 IN_BOTH = "GPU | precision | shape | tokens/s | TFLOP/s | MFU"  # columns
 
 
@@ -84,5 +87,24 @@ def published_ours() -> str:
     return table(body, f"ours | {IN_BOTH} | W | mJ a token")
 
 
-FUNCTIONS = published, published_sources, published_peaks, published_ours
+def weight_values() -> str:
+    """Steps with random weights and with a trained model's spread; a round has one of each."""
+    body = []
+    for precision, name in (("bf16", "weight_values"), ("FP8", "weight_values_fp8")):
+        medians = {}
+        for way in ("random", "trained"):
+            rounds = [each for each in load(name)["rounds"] if each["way"] == way]
+            medians[way] = [statistics.median(each["seconds"]) for each in rounds]
+            ms = [1e3 * seconds for each in rounds for seconds in each["seconds"]]
+            over = sorted(map(operator.truediv, medians[way], medians["random"]))
+            ratio = f"{statistics.median(over):.4f} ({over[0]:.4f}–{over[-1]:.4f})"
+            cells = f"{statistics.median(ms):,.1f}", "–".join(f"{end:,.1f}" for end in spread(ms))
+            power = [(r["power"]["watts"], r["power"]["mhz"]) for r in rounds]
+            cells += tuple(f"{statistics.median(each):,.0f}" for each in zip(*power))
+            loss = f"{statistics.median(r['loss'] for r in rounds):.2f}"
+            body.append((f"{precision}, {way}", *cells, loss, ratio if way == "trained" else ""))
+    return table(body, "weights | step, ms | p20–p80 | W | MHz | loss | over random, by rounds")
+
+
+FUNCTIONS = published, published_sources, published_peaks, published_ours, weight_values
 TABLES = {function.__name__: function for function in FUNCTIONS}

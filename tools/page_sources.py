@@ -10,8 +10,9 @@ from pathlib import Path
 from tools.make_records import COMMANDS, RUNS
 from tools.page_records import COLUMNS, load, short_gpu
 
-# Pages without room for these lines.
-FULL = "adamw8.md", "benchmarks.md", "diagnosis.md", "fp8_casts.md", "lora.md", "profiles.md"
+# Their programs have left: results/log.md names the commit that holds each.
+ANSWERED = "fp8_costs", "fp8_inputs_4x2048", "trace_fsdp_4x2048", "weight_values"
+ANSWERED += ("weight_values_fp8",)
 SINGLY = 2  # more records are made again by the names of their groups
 
 
@@ -37,18 +38,19 @@ def command(names: list[str]) -> str:
 def source(names: Iterable[str], page: Path) -> str:
     """Return the line for what was computed from these records; "" if there is none to give.
 
-    There is none for a page without room, without records, and for records that
-    `tools.make_records` does not know.
+    There is none without records, and for records that neither `tools.make_records` nor ANSWERED
+    knows.
     """
     names = list(names)
-    if page.name in FULL or not names or not COMMANDS.keys() >= {*names}:
+    if not names or not COMMANDS.keys() | {*ANSWERED} >= {*names}:
         return ""
     made = [load(name)["environment"] for name in names]
     facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(map(short_commit, made))
     place = "results" if page.name == "README.md" else "../results"
     others = f" and {len(names) - 1} more" if names[1:] else ""
     words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}:"
-    again = f"`{command(names)}`"
+    runs = [name for name in names if name not in ANSWERED]
+    again = f"`{command(runs)}`" if runs else f"[the log]({place}/log.md) has the program's commit"
     *lines, last = textwrap.wrap(words, COLUMNS - 2)
     fits = len(f"> {last} {again}") <= COLUMNS
     lines += [f"{last} {again}"] if fits else [last, again]

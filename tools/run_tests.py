@@ -35,11 +35,11 @@ def read_report(report: Path) -> tuple[Counter, list[str]]:
     """
     count, failures = Counter(), []
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-        outcomes = {child.tag: child for child in test}
-        failed = outcomes.keys() & {"failure", "error"}
-        count["failed" if failed else "skipped" if "skipped" in outcomes else "passed"] += 1
-        for how in sorted(failed):
-            message = outcomes[how].get("message", "").partition("\n")[0]
+        outcome = next(iter(test), None)
+        how = "passed" if outcome is None else "skipped" if outcome.tag == "skipped" else "failed"
+        count[how] += 1
+        if how == "failed":
+            message = outcome.get("message", "").partition("\n")[0]
             failures.append(f"FAILED {test.get('classname')}::{test.get('name')}: {message}")
     return count, failures
 
@@ -56,15 +56,11 @@ def visible_gpus() -> list[str]:
 def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, int]]:
     """Return (the marks that are selected, the number of workers) of each call of pytest."""
     cores = os.cpu_count() or 1
-    if len(gpus) > 1:
-        workers = min(cores - 1, MOST_ON_A_GPU * len(gpus))
-        return [
-            ("alone", 0),
-            ("not alone and not several_gpus", workers),
-            ("several_gpus and not alone", SEVERAL_AT_A_TIME),
-        ]
     # without a GPU one more than cores: many tests wait for a process that they have started
-    workers = min(cores - 1, MOST_ON_A_GPU) if gpus else cores + 1
+    workers = min(cores - 1, MOST_ON_A_GPU * len(gpus)) if gpus else cores + 1
+    if len(gpus) > 1:
+        several = "several_gpus and not alone", SEVERAL_AT_A_TIME
+        return [("alone", 0), ("not alone and not several_gpus", workers), several]
     # without a GPU nothing is timed: a call more would only import all tests once more
     selections = [("alone", 0), ("not alone", workers)] if has_gpu else [("", workers)]
     if everything:

@@ -5,8 +5,11 @@ import math
 import torch
 import torch.nn.functional as F
 
-from cross_entropy_inplace_kernel import cross_entropy_inplace
-from cross_entropy_kernel import cross_entropy_backward, cross_entropy_forward
+from cross_entropy_kernel import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_inplace,
+)
 from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, chosen
 from exercises.grading.norms import BF16, DTYPE, FORMULA, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB

@@ -88,7 +88,7 @@ WORDS = {
     ),
     "cross_entropy_inplace": Words(
         teaches="writing over what was read; the order of loads and stores; rows that do not count",
-        lesson="cross_entropy_inplace_kernel.py, _cross_entropy_inplace_kernel",
+        lesson="cross_entropy_kernel.py, _cross_entropy_inplace_kernel",
         beyond=(
             "multiplies by a gradient other than 1 later, and has few programs so that the cache "
             "still holds the row"

@@ -96,7 +96,7 @@ def full_table(record: dict, section: dict) -> str:
         work = [str(spec.work), *work, f"{section['bytes_per_element'] // spec.work} bytes"]
     else:
         work = [f"{spec.work} FLOP", *work]
-    compilation = section.get("first_call_seconds")  # a record may be older than a measurement
+    compilation = section["first_call_seconds"]  # None on a CPU
     lines = [
         title(f"{spec.title}: every implementation", record["environment"]["gpu"]),
         "; ".join([record["dtype"], *shape, f"times in us; {spec.judged} against float64"]),
@@ -111,7 +111,7 @@ def full_table(record: dict, section: dict) -> str:
         "Forward": lambda row: microseconds(row["forward_us"]),
         "Backward": lambda row: microseconds(row["backward_us"]),
         "Total p20 / p50 / p80": lambda row: " / ".join(map(microseconds, row["total_us"])),
-        "Queued": lambda row: microseconds(row.get("host_us")),
+        "Queued": lambda row: microseconds(row["host_us"]),
         "Alone": lambda row: microseconds(row["kernels_us"]),
         spec.rate.name: lambda row: number(row[spec.rate.key], spec.rate.format),
         f"% of {spec.rate.ceiling}": lambda row: share(record, section, row),

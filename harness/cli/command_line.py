@@ -7,6 +7,7 @@ mistyped flag are answered at once.
 
 import argparse
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from types import TracebackType
 
 from harness.cli.processes import world_size
 
@@ -87,32 +87,6 @@ def lost_a_process(error: Exception) -> bool:
     return isinstance(error, DistError) or "gloo" in str(error)  # gloo raises a RuntimeError
 
 
-class OutputError(Exception):
-    """Standard output cannot be written to.  The cause is the OSError."""
-
-
-class StandardOutput:
-    """sys.stdout with an OutputError in place of OSError, which any other file could raise."""
-
-    def __init__(self, stream: io.TextIOBase):
-        self.stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        return self._checked(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._checked(self.stream.flush)
-
-    def _checked(self, method: Callable, *arguments):
-        try:
-            return method(*arguments)
-        except OSError as error:
-            raise OutputError(error.strerror) from error
-
-
 class Ended(BaseException):
     """A signal ends the process.  Raised as Ctrl-C is, so that `finally` and `with` still run."""
 
@@ -145,14 +119,10 @@ def run_main(main: Callable[[], int | None]) -> None:
     Exit codes: 0; 1: failed while running; 2: bad input; 130: Ctrl-C; 128 + N: signal N ended the
     run, SIGPIPE (141) where the reader of a pipe is gone, as in `| head -1`.
     """
-    if sys.stdout is None:  # closed by whoever started the script
-        leave(exit_code(main))
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if whoever started the script closed it
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?"
-    with contextlib.redirect_stdout(StandardOutput(sys.stdout)):
-        # what main() printed last is still in a buffer
-        code = exit_code(main) or exit_code(sys.stdout.flush)
-    leave(code)
+    # what main() printed last is still in a buffer
+    leave(exit_code(main) or exit_code(flush))
 
 
 def leave(code: int) -> None:
@@ -180,12 +150,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return main() or 0
     except SystemExit as stop:  # argparse, after --help
         return stop.code
-    except OutputError as error:
-        # when Python ends, it tries to write what is left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error.__cause__, BrokenPipeError):  # the reader of a pipe is gone
-            return 128 + signal.SIGPIPE
-        words = f"error: cannot write to standard output: {error}"
+    except BrokenPipeError:  # the reader of a pipe is gone
+        drop_output()
+        return 128 + signal.SIGPIPE
     except UserError as error:
         words, code = f"error: {error}", 2
     except RunError as error:
@@ -197,6 +164,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         if isinstance(error, (RuntimeError, MemoryError)) and ran_out_of_memory(error):
             words = f"error: {out_of_memory()}"
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            drop_output()
+            words = f"error: cannot write: {error.strerror}"
         elif world_size() == 1:
             raise
         elif lost_a_process(error):
@@ -207,18 +177,23 @@ def exit_code(main: Callable[[], int | None]) -> int:
     return code
 
 
+def flush() -> None:
+    print(end="", flush=True)  # and nothing where standard output is closed
+
+
+def drop_output() -> None:
+    """Drop what standard output does not take: when Python ends, it would try again to write it."""
+    try:
+        flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def answer_flags(doc: str) -> None:
     """Answer --help and refuse every flag, before PyTorch is imported.
 
-    Called at the top of files of tests.  Ctrl-C during the imports then prints one word.
+    Called at the top of files of tests.  Ctrl-C during the imports then ends the process quietly.
     """
     if len(sys.argv) > 1:
         run_main(lambda: Parser(doc).parse_args() and None)
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            print("interrupted", file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = show  # the exit code stays that of a process which SIGINT ended
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

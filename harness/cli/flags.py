@@ -32,9 +32,9 @@ DTYPES = "bf16", "fp32"
 SEQ_LEN = {True: 512, False: 64}
 DTYPE = {True: "bf16", False: "fp32"}
 RECOMPUTE = "none", "norm", "mlp", "layer"  # each saves more memory than the one before
-FP8_ALL, FP8_INPUTS = FP8_MODES = "all", "inputs"  # of a layer whose weights are trained
+FP8_ALL = "all"  # of --fp8, where the weights are trained, and with LoRA
 IN_FP8 = "all kernels, fp8"  # what studies call such a run
-FP8_COMPACT = "compact"  # of one whose weights are frozen; FP8_ALL may be either
+FP8_COMPACT = "compact"  # of --fp8 with LoRA alone
 QUANTIZED = ("nf4",)
 MOMENTS = ("8bit",)  # AdamW's, if not in --dtype
 # not averaged: the first steps compile kernels and fill the allocator's cache
@@ -153,12 +153,11 @@ OF_FINETUNING = {
 OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
     "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
     "--fp8": row(
-        "the fused layer's matrix products in FP8: all of them, or 'inputs', those that make "
-        "outputs and inputs' gradients; 'compact', with LoRA: half the frozen weights' memory "
-        f"(default: {FP8_ALL})",
+        "the fused layer's matrix products in FP8; 'compact', with LoRA: half the frozen weights' "
+        f"memory (default: {FP8_ALL})",
         nargs="?",
         const=FP8_ALL,
-        choices=(*FP8_MODES, FP8_COMPACT),
+        choices=(FP8_ALL, FP8_COMPACT),
     ),
 }
 OF_OPTIMIZED = {
@@ -289,8 +288,6 @@ RULES = read_rules(f"""
     $flag computes in FP8, and $other keeps weights in 4 bits: leave one of the two out
 --fp8 without --kernels fused_layer
     $flag computes in the fused layer's place: add --kernels all
---fp8 {FP8_INPUTS} with --lora-rank, --adapter
-    $flag is about the gradients of weights, which $other freezes: take --fp8 {FP8_ALL}
 --fp8 {FP8_COMPACT} without --lora-rank, --adapter
     $flag keeps weights that are frozen: take --fp8 {FP8_ALL}, or add --lora-rank R
 --fp8 with --quantize

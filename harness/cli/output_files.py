@@ -13,26 +13,20 @@ import stat
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from harness.cli.command_line import RunError, UserError, flag_name
 from harness.cli.processes import is_first
 
-INPUT_FILES = "data", "records", "compare"  # flags of files that a script reads
 OUTPUT_FOLDERS = "save", "checkpoint"
-MODEL_FOLDERS = "save", "model", "teacher", "adapter"
-MODEL_FILES = (
-    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*"),
+MODEL_FILES = (  # names that give a folder with a model another meaning
+    *("config.json", "generation_config.json", "model*.safetensors*", "tokenizer*.json"),
     *("adapter_config.json", "adapter_model.safetensors"),
 )
 MARK = "kernel-dev-ft"  # is in each picture, so that the next one may replace it
-KINDS = (  # a record begins with one of these
-    *("benchmark", "durations", "estimate", "finetune", "fp8_accuracy", "fp8_costs", "frontier"),
-    *("instructions", "ladder", "longest", "memory", "profile", "published", "scaling", "sft"),
-    *("sweep", "text", "trace_picture", "weight_values"),
-)
 # flags of files that a script writes: what they are in words, and a pattern of how they begin
 BEGINNINGS = {
-    "json": ("record", rf'\{{\s*"kind": "({"|".join(KINDS)})"'),
+    "json": ("record", r'\{\n +"kind": "[a-z0-9_]+"'),
     "plot": ("picture", rf"\x89PNG.{{,400}}{MARK}"),
     "trace": ("trace", r'\s*\{\s*"schemaVersion": \d+,\s*"deviceProperties"'),  # of PyTorch
     "memory_snapshot": ("memory snapshot", r"\x80.{,40}segments"),  # a pickle of PyTorch
@@ -42,49 +36,43 @@ UNFINISHED = ".unfinished-"  # how names begin that exist only while something i
 
 def check_outputs(args: argparse.Namespace) -> None:
     """Refuse outputs that cannot be written, before minutes of work are spent; changes nothing."""
-    outputs = {name: getattr(args, name, None) for name in (*BEGINNINGS, *OUTPUT_FOLDERS)}
-    outputs = {name: path for name, path in outputs.items() if path is not None}
-    for name, path in outputs.items():
+    for name in (*BEGINNINGS, *OUTPUT_FOLDERS):
+        path, flag = getattr(args, name, None), flag_name(name)
+        if path is None:
+            continue
         if not path:
-            given = f"{flag_name(name)} '' names nothing"
-            raise UserError(f"{given}: give a path or leave the flag out")
+            raise UserError(f"{flag} '' names nothing: give a path or leave the flag out")
         if name == "plot" and not path.endswith(".png"):
             raise UserError(f"--plot {path} must end in .png")
         require_writable(path, is_folder=name in OUTPUT_FOLDERS)
-    for name in ("model", "teacher"):
-        folder, save = getattr(args, name, None) or "", outputs.get("save", "")
-        if os.path.exists(folder) and os.path.exists(save) and os.path.samefile(folder, save):
-            given = f"--save {save} would replace the model that --{name} {folder} names"
-            raise UserError(f"{given}: name another folder")
-    for name, path in outputs.items():
-        if name in OUTPUT_FOLDERS or written_straight(path):
-            continue
-        for what, other in others_files(args, name):
-            if in_the_way(path, other):
-                given = f"{flag_name(name)} {path} collides with {what}"
-                raise UserError(f"{given}: name another file")
-        require_ours(flag_name(name), path, *BEGINNINGS[name])
+        if name in BEGINNINGS:
+            if written_straight(path):
+                continue
+            if any(fnmatch.fnmatch(os.path.basename(path), each) for each in MODEL_FILES):
+                raise UserError(f"{flag} {path} has the name of a model's file: name another")
+            require_ours(flag, path, *BEGINNINGS[name])
+        for what, other in others(args, name):
+            if overlaps(path, other):
+                raise UserError(f"{flag} {path} collides with {what}: name another")
 
 
-def others_files(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
-    """Yield (in words, path) of every file and folder that the flag `output` must not replace."""
-    for name in (*BEGINNINGS, *OUTPUT_FOLDERS):
-        if name != output and getattr(args, name, None):
-            yield f"{flag_name(name)} {getattr(args, name)}", getattr(args, name)
-    for name in INPUT_FILES:
-        paths = getattr(args, name, None) or []
-        for path in [paths] if isinstance(paths, str) else paths:
-            if os.path.isfile(path):
-                yield f"{path}, which is read", path
-    file = os.path.realpath(getattr(args, output))
-    if any(fnmatch.fnmatch(os.path.basename(file), pattern) for pattern in MODEL_FILES):
-        for name in MODEL_FOLDERS:
-            folder = getattr(args, name, None)
-            if folder and os.path.dirname(file) == os.path.realpath(folder):
-                yield f"a file of the model in {flag_name(name)} {folder}", file
+def others(args: argparse.Namespace, output: str) -> Iterator[tuple[str, str]]:
+    """Yield (in words, path) of every file and folder that the flag `output` must not replace.
+
+    Of what is read only a model could be replaced: no other file begins as an output does.
+    """
+    if output in BEGINNINGS:
+        yield from ((f"standard {name}", f"/dev/std{name[:3]}") for name in ("output", "error"))
+        names = *BEGINNINGS, *OUTPUT_FOLDERS
+    else:
+        names = ("model", "teacher") if output == "save" else ()
+    for name in names:
+        path = getattr(args, name, None)
+        if path and name != output and (output in BEGINNINGS or os.path.exists(path)):
+            yield f"{flag_name(name)} {path}", path
 
 
-def in_the_way(file: str, other: str) -> bool:
+def overlaps(file: str, other: str) -> bool:
     """Return True if `other` is the same file, by whichever name, or would lie inside of it."""
     if os.path.exists(file) and os.path.exists(other):
         return os.path.samefile(file, other)
@@ -123,6 +111,14 @@ def room_in(folder: str) -> int:
     return shutil.disk_usage(existing(os.path.realpath(folder))).free
 
 
+def require_room(flag: str, folder: str, n: int, n_bytes: int, advice: str) -> None:
+    """Refuse a disk without room for `n` times so many bytes; changes nothing."""
+    free = room_in(folder)
+    if n * n_bytes > free:
+        given = f"{flag} {folder} has {free / 1e9:,.3g} GB of room"
+        raise UserError(f"{given}, expected {n} x {n_bytes / 1e9:,.3g}: free some, {advice}")
+
+
 def require_ours(flag: str, path: str, what: str, beginning: str) -> None:
     """Refuse to replace a file that is not empty and does not begin as the scripts' own do."""
     if not os.path.exists(path) or written_straight(path):
@@ -151,59 +147,42 @@ def require_unprotected(path: str) -> None:
 
 
 def written_straight(path: str) -> bool:
-    """Return True for a device, a pipe and what this process prints into: nothing replaces them.
+    """Return True for a device or a pipe, which nothing replaces.
 
     Raises:
         OSError: the path cannot be followed, for another reason than that there is no such file.
     """
     try:
-        found = os.stat(path)
+        return not stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
         return False
-    if not stat.S_ISREG(found.st_mode):
-        return True
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):  # it is closed
-            if os.path.samestat(found, os.fstat(stream)):
-                return True
-    return False
-
-
-def write_whole(path: str, content: bytes) -> None:
-    """Write a file so that, whenever this is interrupted, it is the old one or the whole new one.
-
-    The content is written beside it and renamed: of several processes that write one path the last
-    to finish wins.  Links are followed, permissions stay, and missing folders are created.
-    """
-    if written_straight(path):
-        print(end="", flush=True)  # what was printed before comes first
-        with open(path, "ab") as file:
-            file.write(content)
-        return
-    target = os.path.realpath(path)
-    require_unprotected(target)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    unfinished = os.path.join(os.path.dirname(target), UNFINISHED + secrets.token_hex(8))
-    try:
-        with open(unfinished, "xb") as file:
-            if os.path.exists(target):
-                before = os.stat(target)
-                with contextlib.suppress(PermissionError):  # only root may give a file away
-                    os.chown(unfinished, before.st_uid, before.st_gid)
-                os.chmod(unfinished, stat.S_IMODE(before.st_mode))
-            file.write(content)
-        os.replace(unfinished, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(unfinished)
-        raise
 
 
 def write_output(path: str, content: bytes, what: str) -> None:
-    """Write a file whole, in the first of several processes; `what` names it in the error."""
+    """Write a file, in the first of several processes; `what` names it in the error.
+
+    Whenever this is interrupted, the file is the old one or the whole new one: the content is
+    written beside it and renamed.  Links are followed, permissions stay, folders are made.
+    """
     if not is_first():
         return
+    target = os.path.realpath(path)
+    unfinished = Path(target).with_name(UNFINISHED + secrets.token_hex(8))
     try:
-        write_whole(path, content)
+        require_unprotected(target)
+        if written_straight(path):
+            print(end="", flush=True)  # what was printed before comes first
+            with open(path, "ab") as file:
+                file.write(content)
+            return
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(unfinished, "xb") as file:
+                if os.path.exists(target):
+                    shutil.copymode(target, unfinished)
+                file.write(content)
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"{what} could not be written to {path}: {error.strerror}") from error

@@ -51,7 +51,7 @@ class Workload:
     kernels: tuple[str, ...] = field(default=(), compare=False)
     moments: str | None = field(default=None, compare=False)  # of flags.MOMENTS
     stochastic_rounding: bool = field(default=False, compare=False)
-    fp8: str | None = field(default=None, compare=False)  # of flags.FP8_MODES, or FP8_COMPACT
+    fp8: str | None = field(default=None, compare=False)  # FP8_ALL or FP8_COMPACT
     recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
@@ -130,12 +130,12 @@ class Workload:
 
     @classmethod
     def from_record(cls, record: dict) -> "Workload":
-        """Return the workload of a record, which may be older than some of the keys."""
+        """Return the workload of a record."""
         known = {each.name for each in fields(cls)}
         said = {name: value for name, value in record.items() if name in known}
         models = {record["model"]: record["weights"]}
         if "teacher" in record:
-            models[record["teacher"]] = record.get("teacher_weights")
+            models[record["teacher"]] = record["teacher_weights"]
         drawn = any(words == RANDOM and name != TINY for name, words in models.items())
         return cls(**said | {"random_init": drawn, "kernels": tuple(record["kernels"])})
 

@@ -18,14 +18,6 @@ from harness.data import chat
 from harness.model.architecture import BYTE_VOCABULARY, IGNORE_INDEX
 
 
-def digest(*arrays: np.ndarray) -> str:
-    """Return a digest of the arrays' bytes."""
-    found = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        found.update(np.ascontiguousarray(array))
-    return found.hexdigest()
-
-
 @dataclass(frozen=True)
 class Samples:
     """Token ids of n samples in one array, and which of them are trained on."""
@@ -61,7 +53,10 @@ class Samples:
 
     def digest(self) -> str:
         """Return a digest that is the same for equal samples alone; their lines do not count."""
-        return digest(self.tokens, self.trained, self.starts, self.ends)
+        found = hashlib.blake2b(digest_size=16)
+        for array in (self.tokens, self.trained, self.starts, self.ends):
+            found.update(np.ascontiguousarray(array))
+        return found.hexdigest()
 
     @property
     def lengths(self) -> np.ndarray:

@@ -1,10 +1,9 @@
 """A model's config.json: found, read, and refused in one sentence if it gives no model to train."""
 
-import copy
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,17 +23,17 @@ from harness.model.families import EXAMPLES, FAMILIES, Family, part_outside, win
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
 MAX_LAYERS = 10_000  # the most that a config.json may ask for
+# fields of a config.json where transformers refuses a 0 without naming the field, or not at all
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
 
 
-def load_config(
-    workload: Workload, try_step: Callable | None = None, for_gpu: bool = False
-) -> PreTrainedConfig:
+def load_config(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
     """Return the model's configuration, or raise a UserError that says what to do.
 
-    Args:
-        try_step: called with the configuration of a single such layer; what it raises makes the
-            config.json unusable. Scripts with kernels hand in `memory_estimate.step_tryer`.
-        for_gpu: judge as on a machine with a GPU, whatever this one has.
+    for_gpu: judge as on a machine with a GPU, whatever this one has.
     """
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
     use = "use --model tiny (or a model under 1 billion parameters)"
@@ -46,8 +45,7 @@ def load_config(
     else:
         if model == DEFAULT_MODEL and not on_gpu:
             raise UserError(no_gpu)
-        fields = FIELDS if on_gpu else FIELDS | FIELDS_WITHOUT_GPU
-        config = usable_config(model, read_config_file(model), fields, try_step)
+        config = usable_config(model, read_config_file(model))
     if (n := workload.first_layers) is not None:
         if n > config.num_hidden_layers:
             given = f"--first-layers {n} is more than the {config.num_hidden_layers} of {model}"
@@ -86,7 +84,7 @@ def read_config_file(model: str) -> dict:
             path = Path(download_config(model))
         content = path.read_bytes()
     except OSError as error:  # a folder without permission, a name that is too long
-        given = f"--model {shortened(model, 200)}"
+        given = f"--model {shortened(model)}"
         raise UserError(f"{given} cannot be read: {error.strerror}") from error
     with reading(f"the configuration of {model}"):
         values = json.loads(content)
@@ -115,7 +113,7 @@ def download_config(model: str) -> str:
     try:
         return hf_hub_download(model, "config.json")
     except hub_errors.HFValidationError as error:
-        given = repr(shortened(model, 200))
+        given = repr(shortened(model))
         raise UserError(f"{given} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
         # LocalEntryNotFoundError: the file is not cached; the hub's answer is in the cause
@@ -155,96 +153,37 @@ def reading(what: str) -> Iterator[None]:
     except Exception as error:
         if ran_out_of_memory(error):
             raise
-        message = textwrap.shorten(str(error), 300, placeholder=" ...")
+        # str() of a KeyError is the key alone
+        said = repr(error) if isinstance(error, LookupError) else str(error)
+        message = textwrap.shorten(said, 300, placeholder=" ...")
         raise UserError(f"{what} could not be loaded: {message}") from error
 
 
-def shortened(text: str, length: int = 60) -> str:
-    """Return text from outside, cut to so many characters."""
-    return text if len(text) <= length else f"{text[: length - 4]} ..."
+def shortened(text: str) -> str:
+    """Return text from outside, cut to 200 characters."""
+    return text if len(text) <= 200 else f"{text[:196]} ..."
 
 
-FLOAT_TYPES = "bfloat16", "float16", "float32", "float64"
-SIZE = lambda n: isinstance(n, int) and 1 <= n < 2**31, "a whole number of at least 1"
-LAYERS = (
-    lambda n: isinstance(n, int) and 1 <= n <= MAX_LAYERS,
-    f"a whole number from 1 to {MAX_LAYERS:,}",
-)
-FRACTION = lambda x: isinstance(x, (int, float)) and 0 <= x <= 1, "a number from 0 to 1"  # no NaN
-WEIGHTS = (
-    lambda dtype: str(dtype).removeprefix("torch.") in FLOAT_TYPES,
-    f"one of {', '.join(FLOAT_TYPES)}",
-)
-ATTENTION = (
-    lambda name: name in ("eager", "sdpa"),
-    "'eager' or 'sdpa' on a machine without a CUDA GPU",
-)
-# What transformers checks too late or never: field of a config.json -> (does its value fit?, the
-# values that do).  What transformers itself refuses, `fields_at_fault` traces to its field.
-FIELDS = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), SIZE),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), SIZE),
-    "max_position_embeddings": SIZE,
-    "num_hidden_layers": LAYERS,
-    **dict.fromkeys(("rms_norm_eps", "attention_dropout"), FRACTION),
-    **dict.fromkeys(("dtype", "torch_dtype"), WEIGHTS),
-    "quantization_config": (lambda method: False, "none: quantized weights cannot be trained"),
-}
-FIELDS_WITHOUT_GPU = {"attn_implementation": ATTENTION, "_attn_implementation": ATTENTION}
-
-
-def usable_config(
-    model: str, values: dict, fields: dict = FIELDS, try_step: Callable | None = None
-) -> PreTrainedConfig:
-    """Return the configuration with these values, if a model of it can take a step."""
-    for field, (fits, expected) in fields.items():
-        value = values.get(field)
-        if value is not None and not fits(value):
-            given = f"the config.json of {model} has {field} = {shortened(repr(value))}"
-            raise UserError(f"{given}, expected {expected}")
-
-    def attempt(values: dict) -> PreTrainedConfig:
-        config = FAMILIES[values["model_type"]].part("Config").from_dict(copy.deepcopy(values))
+def usable_config(model: str, values: dict) -> PreTrainedConfig:
+    """Return the configuration with these values, if a model of it computes a loss."""
+    named = f"the config.json of {model}"
+    for field in SIZES:
+        most = MAX_LAYERS if field == "num_hidden_layers" else 2**31 - 1
+        if isinstance(value := values.get(field), int) and not 1 <= value <= most:
+            raise UserError(f"{named} has {field} = {value}, expected 1 to {most:,}")
+    if values.get("quantization_config") is not None:
+        raise UserError(f"{named} has a quantization_config: quantized weights cannot be trained")
+    with reading(named):
+        config = FAMILIES[values["model_type"]].part("Config").from_dict(values)
         try_forward(config)
-        if try_step is not None and window_of(config) is None:  # a window is refused below
-            try_step(with_one_layer(config))
-        return config
-
-    try:
-        config = attempt(values)
-    except Exception as error:  # transformers and PyTorch raise of every kind
-        if ran_out_of_memory(error):
-            raise
-        faulty = fields_at_fault(values, attempt)
-        cause = " or ".join(f"{field} = {shortened(repr(values[field]))}" for field in faulty)
-        given = f"the config.json of {model} cannot be used, because of {cause or 'several fields'}"
-        message = f"{type(error).__name__}: {error}"
-        reason = textwrap.shorten(message, 200, placeholder=" ...")
-        raise UserError(f"{given}: {reason}") from error
     if (window := window_of(config)) is not None:
-        given = (
-            f"the config.json of {model} limits attention to a sliding window of {window:,} tokens"
-        )
+        given = f"{named} limits attention to a sliding window of {window:,} tokens"
         raise UserError(f"{given}, expected none: nothing here computes one")
     return config
 
 
-def fields_at_fault(values: dict, attempt: Callable[[dict], object]) -> list[str]:
-    """Return the fields of which each alone, at its default, would let attempt(values) pass."""
-    found = []
-    for field in values:
-        with suppress(Exception):  # this field is not what is wrong, or not alone
-            attempt({name: value for name, value in values.items() if name != field})
-            found.append(field)
-    return found
-
-
 def try_forward(config: PreTrainedConfig) -> None:
     """Raise what a forward with this configuration would raise, on meta tensors."""
-    rotary = FAMILIES[config.model_type].part("RotaryEmbedding")
-    frequencies = rotary(config).inv_freq  # (D / 2,) fp32
-    if not (frequencies.isfinite() & (frequencies > 0)).all():
-        raise ValueError("its rotary frequencies are not all finite and above 0")
     model = architecture.build_model(with_one_layer(config), torch.float32, "meta")
     model.config._attn_implementation = "eager"  # the others look at the device
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")  # (B, T)

@@ -101,9 +101,6 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
             "quantized": per_layer * (inputs + results + gate_up) - unused,
             "transposed": weights if workload.fp8 == flags.FP8_COMPACT else 0,
         }
-    if workload.fp8 == flags.FP8_INPUTS:
-        numbers = columns["o_proj"] + results + gate_up
-        return {"quantized": weights + per_layer * numbers, "transposed": weights * 3 // 2}
     return {
         "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
         "transposed": weights * 3 // 2 + per_layer * (results + gate_up + inputs),
@@ -145,7 +142,7 @@ def fp8_flops_per_token(config, workload: Workload) -> float:
         shapes = architecture.projection_shapes(config)
         names = without_gradient(workload)
         return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
-    return (4.0 if workload.fp8 == flags.FP8_INPUTS else 6.0) * n_weights
+    return 6.0 * n_weights
 
 
 class Operand(NamedTuple):

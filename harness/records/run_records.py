@@ -89,21 +89,18 @@ def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
     )
 
 
-def write_record(path: str | None, record: dict) -> None:
+def write_record(path: str | None, record: dict, is_whole: bool = True) -> None:
     """Write a run as JSON, so that a printed figure can always be traced to where it was measured.
+
+    A line says so, unless the record is still growing.
 
     Raises:
         RunError: the file cannot be written (any more).
     """
-    if path is None:
-        return
-    keep_record(path, record)
-    print(f"Record written to {path}")
-
-
-def keep_record(path: str, record: dict) -> None:
-    """Write a record without a line about it: it is still growing."""
-    write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
+    if path is not None:
+        write_output(path, (json.dumps(record, indent=1) + "\n").encode(), "the record")
+        if is_whole:
+            print(f"Record written to {path}")
 
 
 def read_record(path: str, kind: str) -> dict:

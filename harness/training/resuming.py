@@ -83,10 +83,10 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         if {len(facts[column]) for column in COLUMNS} != {step}:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
-        facts["data_digest"], facts["day"]
+        config, _, _ = (facts[name] for name in ("config", "data_digest", "day"))
         for name in PATHS:  # relative ones lead from the folder in which the run began
             there, here = getattr(saved, name), getattr(workload, name)
-            if there and same_place(os.path.join(facts.get("begun_in", ""), there), here):
+            if there and same_place(os.path.join(facts["begun_in"], there), here):
                 saved = replace(saved, **{name: here})
     except checkpoint_files.UNREADABLE as error:
         given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
@@ -94,11 +94,8 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
     if workload.steps <= step:
         given = f"{path} is of step {step}, and --steps {workload.steps} leaves none to take"
         raise UserError(f"{given}: give the --steps of the whole run, {saved.steps}")
-    if "config" not in facts:
-        given = f"{path} does not say how its model computes, as older versions wrote it"
-        raise UserError(f"{given}: go on with the version that wrote it, or start anew")
     different = refused_differences(saved, workload)
-    if different := different or computing_differences(facts["config"], load_config(workload)):
+    if different := different or computing_differences(config, load_config(workload)):
         given = f"{path} is of another training: {'; '.join(different)}"
         advice = "give the flags and the model's config.json that it was started with"
         raise UserError(f"{given}: {advice}, or name another")

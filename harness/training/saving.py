@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from harness.cli import adapter_config
 from harness.cli.command_line import RunError, UserError
-from harness.cli.output_files import UNFINISHED, room_in
+from harness.cli.output_files import UNFINISHED, require_room
 from harness.cli.processes import is_first
 from harness.cli.workload import Workload
 from harness.data.dataset import load_tokenizer
@@ -68,10 +68,8 @@ def refuse_what_cannot_be_saved(
     """Refuse, before training, what would fail after it; `counts` are those of adapters.py."""
     alone = saves_adapters(workload)
     n = counts["trained_parameters" if alone else "parameters"]
-    n_bytes, free = n * TORCH_DTYPES[workload.dtype].itemsize, room_in(folder)
-    if n_bytes > free:
-        given = f"--save {folder} has {free / 1e9:,.3g} GB of room"
-        raise UserError(f"{given}, expected {n_bytes / 1e9:,.3g}: free some or name another folder")
+    n_bytes = n * TORCH_DTYPES[workload.dtype].itemsize
+    require_room("--save", folder, 1, n_bytes, "or name another folder")
     if alone:
         return
     refuse_another_model(folder, model, workload)

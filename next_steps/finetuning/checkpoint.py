@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.cli.command_line import Ended, RunError, UserError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
-from harness.cli.output_files import UNFINISHED
+from harness.cli.output_files import UNFINISHED, require_room
 from harness.model.adapters import frozen_digest
 from harness.model.architecture import computing_fields
 from harness.model.config_file import reading
@@ -209,8 +209,7 @@ class Keeper(contextlib.AbstractContextManager):
             return
         self.require_room()
         self.digest = run.data.digest()
-        frozen = frozen_digest(run.model)
-        self.frozen = {} if frozen is None else {"frozen_digest": frozen}
+        self.frozen = frozen_digest(run.model)
         run.described["checkpoint_seconds"] = self.seconds
         if dist.is_initialized():
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -224,11 +223,8 @@ class Keeper(contextlib.AbstractContextManager):
         last, taken = self.run.workload.steps - 1, len(self.run.losses)
         to_come = last // every - taken // every if every else 1
         n = min(to_come, keep + 1 - min(keep, len(checkpoint_files.all_in(folder))))
-        free = shutil.disk_usage(folder).free
-        if n * n_bytes > free:
-            given = f"--checkpoint {folder} has {free / 1e9:,.3g} GB of room"
-            expected = f"expected {n} x {n_bytes / 1e9:,.3g} GB for checkpoints"
-            raise UserError(f"{given}, {expected}: free some, lower --keep or name another folder")
+        advice = "lower --keep or name another folder"
+        require_room("--checkpoint", folder, n, n_bytes, advice)
 
     def __enter__(self) -> "Keeper":
         if self.checkpoints.folder:
@@ -330,7 +326,7 @@ class Keeper(contextlib.AbstractContextManager):
             "begun_in": os.getcwd(),
             "data_digest": self.digest,
             "config": computing_fields(self.run.model.config),
-            **self.frozen,
+            "frozen_digest": self.frozen,
             "environment": self.run.environment,
             **self.run.described,
             **self.run.progress(),

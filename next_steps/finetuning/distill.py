@@ -22,7 +22,6 @@ from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
 from harness.data.dataset import load_tokenizer, look_at_data
 from harness.model.architecture import flops_per_token, keep_layers
-from harness.model.config_file import load_config
 from harness.model.loading import load_model
 from harness.model.patching import causal_lm_loss
 from harness.profiling.kernel_facts import LOSS_KERNELS
@@ -128,13 +127,12 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     kernels = tuple(replace_loss(workload.kernels))
     in_models = tuple(model_kernels(kernels))
     taught = replace(workload, model=workload.teacher, kernels=in_models)
-    n_layers = layers_to_keep(workload, load_config(workload), load_config(taught))
+    config = try_kernels(replace(workload, kernels=in_models))
+    n_layers = layers_to_keep(workload, config, try_kernels(taught))
     refuse_other_tokenizer(workload, taught)
     look_at_data(workload)
     temperature = workload.temperature or 1.0
     workload = replace(workload, student_layers=n_layers, temperature=temperature, kernels=kernels)
-    try_kernels(taught)
-    try_kernels(replace(workload, kernels=in_models))
     teacher = load_model(taught).eval().requires_grad_(False)
     student = load_model(workload)
     student.model.layers = student.model.layers[:n_layers]

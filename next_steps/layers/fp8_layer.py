@@ -26,11 +26,8 @@ Only the weights' largest scale is kept in FP8 from forward to backward.  With i
 `quantize_transposed` rounds and turns the weights in one pass.  Each norm's and o's x is kept in
 bf16, and so are gate and up: what fused_layer.py keeps at the level mlp of recompute.py.
 
-`Casts.mode` says how the weights' gradients are made:
-
-    all      by products of FP8, too
-    inputs   by products of the bf16 tensors, as without FP8.  A step whose tokens are no multiple
-             of 16 makes them so, too
+The weights' gradients sum over the tokens.  If these are no multiple of 16, the gradients are made
+by products of the bf16 tensors, as without FP8.
 
 `Casts.kept` keeps the weights' codes from one micro-batch to the next: two bytes for each number.
 
@@ -45,7 +42,6 @@ from typing import NamedTuple
 
 import torch
 
-from harness.cli.flags import FP8_ALL
 from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.layers.lora_linear import as_rows
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
@@ -67,7 +63,6 @@ QKV, O, GATE_UP, DOWN = "qkv", "o", "gate, up", "down"  # projections that share
 class Casts(NamedTuple):
     """How a layer rounds to FP8."""
 
-    mode: str  # of flags.FP8_MODES
     kept: dict[str, Rows] | None = None  # the weights' codes, until a step ends; None: none is kept
 
     def once(self, name: str, make: Callable[[], Rows]) -> Rows:
@@ -121,11 +116,6 @@ def weight_gradients(dout, x, weights, needed):
         fp8_product(Rows(codes, scales), x, dtype, fast=True) if need else None
         for codes, scales, need in of_each
     ]
-
-
-def takes_weight_gradients(mode: str, n_rows: int) -> bool:
-    """Return True if the weights' gradients, which sum over the rows, are products of FP8."""
-    return mode == FP8_ALL and takes_fp8(n_rows)
 
 
 def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, weights, name, needed):
@@ -192,7 +182,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
 
         douts = [as_rows(douts[i]) for i in used]  # (N, O)
         needed = [need_x, need_norm_weight, *(need_weights[i] for i in used)]
-        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(douts[0]))
+        in_fp8 = takes_fp8(len(douts[0]))
         dout = quantize_rows(*douts) if in_fp8 or any(needed[:2]) else None  # (N, sum of O)
         saved = ctx, x, norm_weight, rstd, scale, [weights[i] for i in used]
         exact = None if in_fp8 else douts
@@ -224,7 +214,7 @@ class FP8LinearFunction(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         need_x, _, need_weight = ctx.needs_input_grad
         douts = [as_rows(dout)]  # (N, O)
-        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(douts[0]))
+        in_fp8 = takes_fp8(len(douts[0]))
         rounded = quantize_rows(*douts) if in_fp8 or need_x else None
         dx = dw = None
         if need_weight:
@@ -263,7 +253,7 @@ class FP8MLPFunction(torch.autograd.Function):
             return dresidual, *[None] * 6
 
         dout, (gate, up) = as_rows(dout), both.chunk(2, dim=1)  # (N, H), (N, I)
-        in_fp8 = takes_weight_gradients(ctx.casts.mode, len(dout))
+        in_fp8 = takes_fp8(len(dout))
         rounded = quantize_rows(dout)
         dinner = input_gradient(rounded, [w_down], scale_down, ctx.casts, DOWN)  # (N, I)
         dw_down = douts = None

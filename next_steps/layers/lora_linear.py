@@ -28,7 +28,7 @@ once for all of their h, and dh @ a is one addition for all of them.  The matrix
 
 Beyond the products with w, with adapters on all seven projections of LLaMA 3.1 8B, peft moves
 700,416 numbers per token and layer, and these products 290,816, of which lora_swiglu.py saves
-86,016.  docs/lora_linear.md counts them, and predicts times.
+86,016.  docs/lora.md counts them, and predicts times.
 
 A sum is also rounded less often: once, as it is stored.  peft rounds the thin product, its multiple
 and the sum.

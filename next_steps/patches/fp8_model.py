@@ -1,4 +1,4 @@
-"""FP8 in a Hugging Face model: `fp8_layers(apply_kernels(model), "all")`.
+"""FP8 in a Hugging Face model: `fp8_layers(apply_kernels(model))`.
 
 Each decoder layer that the fused layer stands for gets a class that derives from its own, and
 computes with the Functions of fp8_layer.py.  In each call it asks whether these still fit.
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from harness.cli.command_line import UserError
-from harness.cli.flags import FP8_ALL, FP8_MODES
 from harness.cli.workload import Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
@@ -26,7 +25,7 @@ SHARE = 0.95  # of a GPU's memory, that tensors may fill
 class DecoderLayer(torch.nn.Module):
     """With fp8_layer.py's Functions; where they do not fit, with the fused layer's in bf16."""
 
-    casts = Casts(FP8_ALL)  # `fp8_layers` sets it, and `KeptCodes` while it keeps
+    casts = Casts()  # `KeptCodes` sets it while it keeps
 
     def compute(self, hidden_states, **kwargs):
         """Do what the layer does, in FP8 where all projections fit."""
@@ -59,22 +58,20 @@ def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
     return len(biases) == 1 and takes_fp8(*sizes) and all(t.dtype == dtype for t in tensors)
 
 
-def fp8_layers(model: torch.nn.Module, mode: str) -> torch.nn.Module:
+def fp8_layers(model: torch.nn.Module) -> torch.nn.Module:
     """Let the layers of a model with the fused layer compute in FP8; return the model.
 
     A layer stays as it is if FP8 does not take its shapes or projections, or if the fused layer
     does not stand for it.  A warning counts those layers.  Call this after `apply_kernels` and
     before `fully_shard`.
     """
-    if mode not in FP8_MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(FP8_MODES)}.")
     require_fp8()
     layers, n_fp8, in_fp8 = model.model.layers, 0, CLASSES[family_of(model).model_type]
     for layer in layers:
         if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
             if layer.fits(like, output_attentions=False) and takes_layer(layer, like.dtype):
-                layer.__class__, layer.casts = in_fp8, Casts(mode)
+                layer.__class__ = in_fp8
                 n_fp8 += 1
     given = f"FP8 takes {n_fp8 or 'none'} of the model's {len(layers)} layers"
     expected = f"fused layers without hooks, with plain projections whose sizes {MULTIPLE} divides"
@@ -108,12 +105,12 @@ class KeptCodes:
             self.has_room = self.finds_room()
         self.n_steps += 1
         for layer in self.layers if self.has_room else ():
-            layer.casts = layer.casts._replace(kept={})
+            layer.casts = Casts(kept={})
         try:
             yield
         finally:
             for layer in self.layers:
-                layer.casts = layer.casts._replace(kept=None)
+                layer.casts = Casts()
 
     def finds_room(self) -> bool:
         """Return True if the codes fit beside the most that any process has allocated until now.

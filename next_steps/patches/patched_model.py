@@ -42,7 +42,7 @@ def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Put the workload's kernels and FP8 into a model from `load`; return the model."""
     apply_kernels(model, model_kernels(workload.kernels))
     if workload.fp8 and not workload.frozen_as:
-        fp8_layers(model, workload.fp8)
+        fp8_layers(model)
     return set_recompute(model, workload.recompute, workload.offload)
 
 

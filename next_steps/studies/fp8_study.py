@@ -1,10 +1,8 @@
-"""Studies of few bits: what FP8, NF4 and 8-bit moments cost in accuracy, what FP8's casts cost.
+"""Studies of few bits: what FP8, NF4 and 8-bit moments cost in accuracy.
 
     python -m next_steps.studies.fp8_study accuracy --model DIR --json runs/fp8_accuracy.json
     python -m next_steps.studies.fp8_study lora --model DIR --json runs/lora_accuracy.json
     python -m next_steps.studies.fp8_study moments --model DIR --json runs/moments_accuracy.json
-    python -m next_steps.studies.fp8_study costs --json runs/fp8_costs.json
-    python -m next_steps.studies.fp8_study costs --tokens 512,8192
 
 accuracy: the same training in bf16 and in FP8, from several seeds.  A seed is an order of the data.
 The runs of a seed see the same batches, so their losses differ by how the products are rounded,
@@ -25,12 +23,6 @@ The loss beside the weights that they were trained with is printed too.
 moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.
 
 The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
-
-costs: the casts of one layer of LLaMA 3.1 8B, and its products.  A cast is timed as the kernel of
-the bf16 layer, as that kernel and quantize_rows after it, and as the fused kernel, beside the time
-in which a copy would move the fused kernel's bytes.  A product is timed in bf16, and in FP8 with
-fast addition and without.  Times are those of the GPU alone, replayed from a CUDA graph.  Data that
-fits in the GPU's cache stays there, as 512 tokens do.
 """
 
 import argparse
@@ -46,7 +38,7 @@ from typing import NamedTuple
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, FP8_INPUTS, Parser
+from harness.cli.flags import DTYPES, FP8_ALL, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -70,7 +62,7 @@ STUDIES = {
         "FP8",
         "Products",
         "with FP8's products",
-        {"bf16": {}} | {f"fp8 {mode}": {"fp8": mode} for mode in (FP8_INPUTS, FP8_ALL)},
+        {"bf16": {}, "fp8": {"fp8": FP8_ALL}},
         {},
     ),
     "lora": Study(
@@ -274,61 +266,14 @@ def render_accuracy(record: dict) -> str:
     )
 
 
-# ---------------------------------------------------------------- costs
-
-
-def render_costs(record: dict) -> str:
-    """Return the two tables."""
-    casts, products = [], []
-    for row in record["casts"]:
-        floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
-        saved = None if row["separate_us"] is None else row["separate_us"] - row["fused_us"]
-        us = [number(row[f"{way}_us"]) for way in ("alone", "separate", "fused")]
-        share = number(100 * floor / row["fused_us"], ",.0f")
-        tokens = number(row["tokens"], ",", missing="any")
-        casts.append([row["name"], tokens, *us, number(saved), number(floor), share])
-    for row in record["products"]:
-        us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
-        cells = [number(each) for each in (*us, us[0] - us[1], us[0] - us[2])]
-        shape = "x".join(map(str, row["shape"]))
-        products.append([row["name"], f"{row['tokens']:,}", shape, *cells])
-    of_casts = ["Cast", "Tokens", "bf16 alone", "and cast", "Fused", "Saved", "Floor", "% of copy"]
-    of_products = ["Product", "Tokens", "M x N x K", "bf16", "FP8, fast", "FP8"]
-    return "\n".join(
-        [
-            environment_line(record["environment"]),
-            tables.title("FP8 in a layer: casts and products, us", record["environment"]["gpu"]),
-            f"Floor: the fused kernel's bytes at a copy's {record['copy_gbs']:,.0f} GB/s",
-            "",
-            tables.table(of_casts, casts),
-            "",
-            tables.table([*of_products, "Gain, fast", "Gain"], products),
-        ]
-    )
-
-
 # ---------------------------------------------------------------- command line
-
-OF_COSTS = {"study", "json", "tokens"}  # flags
-
-
-def number_list(text: str) -> list[int]:
-    """argparse type: multiples of 16 up to 32,768, separated by commas."""
-    found = sorted({positive_int(part) for part in text.split(",")})
-    for n in found:
-        if n % 16 or n > 32_768:
-            raise argparse.ArgumentTypeError(
-                f"must be multiples of 16 up to 32,768, which FP8's products take, not {n:,}"
-            )
-    return found
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("study", choices=(*STUDIES, "costs"), help="what to measure")
+    add("study", choices=STUDIES, help="what to measure")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add = parser.add_argument_group(", ".join(STUDIES)).add_argument
     add("--model", metavar="ID|DIR|tiny", help="needed: a model with trained weights")
     add("--data", default="stdlib", metavar="stdlib|FILE", help="as in every script")
     add("--batch-size", type=positive_int, default=4, help="default: %(default)s")
@@ -339,17 +284,10 @@ def parse_args() -> argparse.Namespace:
     add("--lr", type=positive_float, help=f"learning rate ({of_adapters})")
     add("--seeds", type=positive_int, default=5, metavar="N", help="default: %(default)s")
     add("--jobs", type=positive_int, default=1, metavar="N", help="runs at a time (default: 1)")
-    add = parser.add_argument_group("costs").add_argument
-    default = "512,8192, and 16 without a GPU"
-    add("--tokens", type=number_list, metavar="N,N", help=f"multiples of 16 (default: {default})")
     args = parser.parse_args()
-    of_study = OF_COSTS if args.study == "costs" else set(vars(args)) - {"tokens"}
-    if others := args.given - of_study:
-        flag = command_line.flag_name(min(others))
-        raise UserError(f"{flag} does nothing with {args.study}: leave it out")
     if args.lr is None:
         args.lr = LR * (10 if args.study == "lora" else 1)
-    if args.study in STUDIES and args.model is None:
+    if args.model is None:
         raise UserError(f"{args.study} needs trained weights: name a model with --model, ID or DIR")
     return args
 
@@ -358,16 +296,8 @@ def main() -> None:
     args = parse_args()
     args.kernels = KERNELS
     check_outputs(args)
-    if args.study in STUDIES:
-        record = measure_accuracy(args)
-        print(render_accuracy(record))
-    else:
-        from harness.cli.device import HAS_GPU, require_interpreter
-        from next_steps.studies import fp8_costs
-
-        require_interpreter()
-        record = fp8_costs.measure(args.tokens or ([512, 8192] if HAS_GPU else [16]))
-        print(render_costs(record))
+    record = measure_accuracy(args)
+    print(render_accuracy(record))
     write_record(args.json, record)
 
 

@@ -19,11 +19,10 @@ from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import FP8_ALL, IN_FP8, OPPONENTS, WARMUP_STEPS
 from harness.cli.workload import Workload, model_line, size_in_words
-from harness.model.config_file import load_config
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
-from next_steps.memory.memory_estimate import step_tryer
+from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.fp8_model import require_fp8
 
 HERE = Path(__file__).parents[2]  # the project's folder
@@ -106,7 +105,7 @@ def profile_of(workload: Workload) -> dict:
 def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
     """Run the baseline, its profile, every rung and the others; print, draw and record them."""
     workload = without_kernels(workload)
-    config = load_config(workload, step_tryer(KERNELS))
+    config = try_kernels(replace(workload, kernels=tuple(KERNELS)))
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS

@@ -146,8 +146,7 @@ def walk(
             for row in rows_of(how, sizes, record):
                 record["rows"].append({"way": WAYS[way], **row})
                 print(row_in_words(record["rows"][-1]), flush=True)
-                if record_to:
-                    run_records.keep_record(record_to, record)
+                run_records.write_record(record_to, record, is_whole=False)
         except UserError as error:
             if not (how.opponent or how.fp8):
                 raise

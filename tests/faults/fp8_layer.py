@@ -23,20 +23,11 @@ FAULTS = {
             "        norm, of_results = (lambda x, *_: (quantize_rows(x), None), dout) if",
         ),
         (
-            "the norm without its weight in mode inputs",
+            "the norm without its weight where FP8 cannot sum",
             " else (rmsnorm_forward, douts)\n",
             " else (lambda x, w, eps: rmsnorm_forward(x, torch.ones_like(w), eps), douts)\n",
         ),
-        (
-            "mode inputs makes all in FP8",
-            "return mode == FP8_ALL and takes_fp8(n_rows)",
-            "return takes_fp8(n_rows)",
-        ),
-        (
-            "mode all makes weights' gradients exact",
-            "return mode == FP8_ALL and takes_fp8(n_rows)",
-            "return False",
-        ),
+        ("weights' gradients exact", "in_fp8 = takes_fp8(", "in_fp8 = not (", 3),
         (
             "gate and up exchanged",
             "dgate, dup, inner = swiglu_backward(",
@@ -54,11 +45,7 @@ FAULTS = {
         ),
     ],
     "test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact": [
-        (
-            "any number of tokens",
-            "return mode == FP8_ALL and takes_fp8(n_rows)",
-            "return mode == FP8_ALL",
-        ),
+        ("any number of tokens", "in_fp8 = takes_fp8(", "in_fp8 = bool(", 3),
     ],
     "test_only_what_needs_a_gradient_is_multiplied": [
         (

@@ -111,7 +111,7 @@ FAULTS = {
         ("few programs and their sums for frozen weights", "    if need_weights:\n        n_programs =", "    if True:\n        n_programs ="),
         ("dw for frozen weights", "need_weights = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]", "need_weights = True"),
     ],
-    "test_one_weight_may_be_frozen": [
+    "tests.contracts_autograd_test::test_frozen_inputs_leave_the_others_their_gradients[qk_norm_rope-q-k-k_weight]": [
         ("q's weight decides alone", "ctx.needs_input_grad[2] or ctx.needs_input_grad[3]", "ctx.needs_input_grad[2]"),
     ],
     "test_gradient_of_the_angles_is_refused_not_silently_dropped": [

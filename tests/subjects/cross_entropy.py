@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, HAS_GPU
@@ -163,7 +162,6 @@ MEAN = Subject(
     bad_when_compiled="too few targets",
     exempt={
         "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient",
-        "rows_beyond_int32_in_memory": "the mean is over all; cross_entropy_rows has every row's",
     },
 )
 
@@ -197,7 +195,6 @@ def in_place(subject, reduction):
     return replace(
         subject,
         name=subject.name.replace("cross_entropy", "cross_entropy_inplace"),
-        kernels=(cross_entropy_inplace_kernel,),
         function=loss_inplace(reduction),
         entry=TritonCrossEntropyLoss(reduction=reduction, inplace=True),
         make=rounded_once(subject.make),

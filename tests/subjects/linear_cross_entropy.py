@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-import cross_entropy_inplace_kernel
 import cross_entropy_kernel
 from cross_entropy_kernel import cross_entropy_reference
 from harness.benchmark.checking import DEVICE
@@ -131,7 +130,7 @@ def bad_input():
 FORWARD = Subject(
     name="linear_cross_entropy",
     # the first may have nothing to launch; the loss of each chunk is the second's
-    kernels=(linear_cross_entropy_kernel, cross_entropy_kernel, cross_entropy_inplace_kernel),
+    kernels=(linear_cross_entropy_kernel, cross_entropy_kernel),
     function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK),
     entry=linear_cross_entropy_forward,
     reference=reference("mean"),

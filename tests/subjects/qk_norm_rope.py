@@ -147,7 +147,6 @@ SUBJECTS = (
         bad_input=bad_input,
         exempt={
             "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
-            "rows_beyond_int32_in_memory": "tokens are not rows; rows_beyond_int32 has all strides",
         },
     ),
 )

@@ -266,6 +266,7 @@ OF_HEADS = {  # of every function of q, k, cos and sin
     "compiled_next": (((5, 7), None), ((3, 4), None)),  # with the same heads
     "gpu_rows": (2, 96),
     "gpu_size": (32, 8, 128),
+    "row_inputs": ("q", "k", "cos", "sin"),  # samples, as rows
     "bad_when_compiled": "k of another D",
 }
 SUBJECTS = (
@@ -289,7 +290,6 @@ SUBJECTS = (
         bad_input=bad_input,
         exempt={
             "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
-            "rows_beyond_int32_in_memory": "tokens are not rows; rope_test has both orders",
         },
     ),
 )
