@@ -119,7 +119,7 @@ def assert_printed(printed: str, output: str) -> None:
 
 
 COMMANDS = [step for step in steps() if step.kind == "bash" and not is_quick(step)]
-FAST = "tests.subjects", "benchmark_kernels.py"
+FAST = "tests.numbers", "benchmark_kernels.py"
 
 
 def command_of(step: Step) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from tests.subject import Subject
-from tests.subjects import SUBJECTS
+from subjects import SUBJECTS
+from subjects.subject import Subject
 
 RUNS: dict[str, set[str]] = {}  # contract: the subjects for which it runs
 PLAYBOOK = "rmsnorm", "cross_entropy"  # a reader runs the contracts of these two

@@ -9,10 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed, relative_error
+from subjects import SUBJECTS
+from subjects.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
 from tests.contracts import contract
 from tests.fixtures import saved_tensors
-from tests.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
-from tests.subjects import SUBJECTS
 
 # Masked lanes compute inf - inf.  The interpreter's NumPy warns about that.
 pytestmark = [

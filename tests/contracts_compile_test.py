@@ -22,11 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
-from tests import tiles
-from tests.contracts import contract
-from tests.fixtures import COMPILED_DTYPE, compiled_once
-from tests.layouts import layouts_of
-from tests.subject import (
+from subjects.subject import (
     Subject,
     as_tuple,
     checks,
@@ -37,6 +33,10 @@ from tests.subject import (
     run,
     same_bits,
 )
+from tests import tiles
+from tests.contracts import contract
+from tests.fixtures import COMPILED_DTYPE, compiled_once
+from tests.layouts import layouts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),

@@ -7,10 +7,10 @@ import torch
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
 from rmsnorm_kernel import triton
+from subjects.subject import checks, compare_parts, references, run
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
-from tests.subject import checks, compare_parts, references, run
 
 pytestmark = [needs_gpu, pytest.mark.usefixtures("small_tiles")]
 BF16 = torch.bfloat16

@@ -9,11 +9,7 @@ import torch
 
 from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
 from rmsnorm_kernel import triton
-from tests import tiles
-from tests.contracts import contract
-from tests.fixtures import OTHER_DEFAULTS, default_dtype
-from tests.layouts import Layout, layouts_of
-from tests.subject import (
+from subjects.subject import (
     as_tuple,
     checks,
     compare_parts,
@@ -23,6 +19,10 @@ from tests.subject import (
     run,
     same_bits,
 )
+from tests import tiles
+from tests.contracts import contract
+from tests.fixtures import OTHER_DEFAULTS, default_dtype
+from tests.layouts import Layout, layouts_of
 
 # 0 / 0 and inf - inf are the right answers for no rows; the interpreter's NumPy comments on them.
 pytestmark = [

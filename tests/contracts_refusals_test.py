@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kernel_support
+from subjects.subject import as_tuple
 from tests.contracts import contract
-from tests.subject import as_tuple
 
 
 @contract("mistake", lambda subject: subject.bad_input())

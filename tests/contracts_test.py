@@ -2,6 +2,7 @@
 
 import pytest
 
+from subjects import SUBJECTS
 from tests import (  # noqa: F401  they make the matrix
     contracts_autograd_test,
     contracts_compile_test,
@@ -10,7 +11,6 @@ from tests import (  # noqa: F401  they make the matrix
     contracts_refusals_test,
 )
 from tests.contracts import RUNS
-from tests.subjects import SUBJECTS
 
 
 @pytest.mark.parametrize("contract", RUNS)

@@ -22,15 +22,15 @@ from next_steps.layers.fused_layer import (
     swiglu_linear,
     swiglu_linear_reference,
 )
+from subjects import SUBJECTS
+from subjects import fused_layer as subjects
+from subjects import lora_linear as lora_subjects
+from subjects.fused_layer import norm_linear as fused_norm
+from subjects.fused_layer import norm_reference as reference_norm
+from subjects.fused_layer import swiglu_linear_inplace
+from subjects.subject import checks
 from tests.calls import Calls
 from tests.fixtures import needs_gpu, saved_tensors
-from tests.subject import checks
-from tests.subjects import SUBJECTS
-from tests.subjects import fused_layer as subjects
-from tests.subjects import lora_linear as lora_subjects
-from tests.subjects.fused_layer import norm_linear as fused_norm
-from tests.subjects.fused_layer import norm_reference as reference_norm
-from tests.subjects.fused_layer import swiglu_linear_inplace
 
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I

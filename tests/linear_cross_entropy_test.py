@@ -30,6 +30,8 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_reference,
     scale_gradient,
 )
+from subjects.linear_cross_entropy import FORWARD, eager_loss, make
+from subjects.subject import Subject, checks, references, run
 from tests import tiles
 from tests.calls import Calls
 from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
@@ -39,8 +41,6 @@ from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest'
     rows_of_magnitude,
 )
 from tests.fixtures import COMPILED_DTYPE, needs_gpu, pads_rows
-from tests.subject import Subject, checks, references, run
-from tests.subjects.linear_cross_entropy import FORWARD, eager_loss, make
 
 N_ROWS, H, V = (512, 4096, 128_256) if HAS_GPU else (16, 64, 300)  # a large shape
 SMALL_ROWS, SMALL_H, SMALL_V = 11, 16, 70

@@ -12,10 +12,10 @@ import torch
 
 from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
+from subjects.fused_layer import make_mlp
 from tests.calls import Calls
 from tests.fixtures import COMPILED_DTYPE, pads_rows, poisoned_outputs
 from tests.small_workloads import with_adapters
-from tests.subjects.fused_layer import make_mlp
 
 SMALL = (9, 40, 112)  # N, H, I
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"

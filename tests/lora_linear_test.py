@@ -24,9 +24,9 @@ from next_steps.layers.lora_linear import (
     lora_linear_reference,
 )
 from rmsnorm_kernel import TritonRMSNorm
+from subjects.lora_linear import make_lora
 from tests.calls import PRODUCTS, Calls
 from tests.fixtures import saved_tensors
-from tests.subjects.lora_linear import make_lora
 
 H, WIDTHS = 24, {"q": 40, "k": 16, "v": 16}
 N = 6

@@ -23,11 +23,9 @@ from unittest import mock
 import pytest
 from triton.runtime import interpreter
 
+import subjects  # noqa: F401  every kernel is imported before the first mutant
 from harness.benchmark.checking import HAS_GPU
-from tests import (
-    faults,
-    subjects,  # noqa: F401  every kernel is imported before the first mutant
-)
+from tests import faults
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
 

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed
+from subjects import SUBJECTS
+from subjects.rmsnorm import with_eps
+from subjects.subject import Subject, checks, compare_parts, references, run
 from tests.layouts import Layout
-from tests.subject import Subject, checks, compare_parts, references, run
-from tests.subjects import SUBJECTS
-from tests.subjects.rmsnorm import with_eps
 
 SINGLE, HALVES = torch.float32, [torch.float16, torch.bfloat16]
 DTYPES = st.sampled_from([SINGLE, *HALVES])

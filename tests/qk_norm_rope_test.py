@@ -26,13 +26,12 @@ from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_forward,
     triton_qk_norm_rope,
 )
-from tests import subject
+from subjects import SUBJECTS, subject
+from subjects.qk_norm_rope import EPS, make, reference
+from subjects.qk_norm_rope import function as norm_and_rope
+from subjects.rope import HEADS
 from tests.fixtures import poisoned_outputs
 from tests.layouts import layouts_of
-from tests.subjects import SUBJECTS
-from tests.subjects.qk_norm_rope import EPS, make, reference
-from tests.subjects.qk_norm_rope import function as norm_and_rope
-from tests.subjects.rope import HEADS
 
 QK_NORM_ROPE = SUBJECTS["qk_norm_rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")

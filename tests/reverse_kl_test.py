@@ -21,6 +21,8 @@ from next_steps.lessons.reverse_kl_kernel import (
     reverse_kl_forward,
     reverse_kl_reference,
 )
+from subjects.reverse_kl import MEAN, bad_input, make, many_times, reference
+from subjects.subject import Subject, checks, compare_parts, references, run
 from tests import tiles
 from tests.cross_entropy_more_test import (  # noqa: F401  pytest takes the latter two
     assert_only_row_3_differs,
@@ -28,8 +30,6 @@ from tests.cross_entropy_more_test import (  # noqa: F401  pytest takes the latt
     small_tiles,
 )
 from tests.layouts import layouts_of
-from tests.subject import Subject, checks, compare_parts, references, run
-from tests.subjects.reverse_kl import MEAN, bad_input, make, many_times, reference
 from tests.two_processes import in_two_processes
 
 SMALL_ROWS, SMALL_V = 5, 150

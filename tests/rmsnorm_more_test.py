@@ -20,9 +20,9 @@ from harness.benchmark.checking import (
     relative_error,
 )
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
-from tests import subject
+from subjects import subject
+from subjects.rmsnorm import EPS, NORM, SUBJECTS, make, norm, with_eps
 from tests.fixtures import poisoned_outputs
-from tests.subjects.rmsnorm import EPS, NORM, SUBJECTS, make, norm, with_eps
 
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")

@@ -30,11 +30,10 @@ from next_steps.lessons.rope_kernel import (
     rope_reference,
     triton_apply_rotary_pos_emb,
 )
-from tests import subject
+from subjects import SUBJECTS, rope, subject
+from subjects.rope import HEADS, PACKED_HEADS, eager, of_packed_heads
 from tests.fixtures import COMPILED_DTYPE, pads_rows
 from tests.layouts import layouts_of
-from tests.subjects import SUBJECTS, rope
-from tests.subjects.rope import HEADS, PACKED_HEADS, eager, of_packed_heads
 
 ROPE = SUBJECTS["rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")

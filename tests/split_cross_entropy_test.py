@@ -7,8 +7,8 @@ import torch
 
 from harness.benchmark.checking import DEVICE, assert_all_passed
 from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
-from tests.subject import compare_parts, references, run
-from tests.subjects.cross_entropy import MEAN, eager, make_of_rows, reference
+from subjects.cross_entropy import MEAN, eager, make_of_rows, reference
+from subjects.subject import compare_parts, references, run
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 INF = float("inf")

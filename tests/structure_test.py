@@ -15,12 +15,14 @@ WIDEST = 100  # columns
 SUPPORT = "kernel_support"  # lies beside every lesson; a lesson is carried away with it
 
 # Arrows only go down: a floor, and what it may import.
+MADE_OF = {"layers", "lessons", "harness", "support"}
 BELOW = {
-    "scripts": {"next_steps", "lessons", "harness", "tools", "support"},
-    "tools": {"scripts", "tools", "exercises", "next_steps", "lessons", "harness", "support"},
-    # what the contracts know of a kernel also judges a learner's
-    "exercises": {"exercises", "next_steps", "lessons", "harness", "support", "tests"},
-    "next_steps": {"next_steps", "lessons", "harness", "support"},
+    "scripts": {"tools", "next_steps", "subjects"} | MADE_OF,
+    "tools": {"scripts", "tools", "exercises", "next_steps", "subjects"} | MADE_OF,
+    "exercises": {"exercises", "subjects"} | MADE_OF,
+    "next_steps": {"next_steps", "subjects"} | MADE_OF,
+    "subjects": {"subjects"} | MADE_OF,
+    "layers": MADE_OF,  # and the further lessons
     "harness": {"harness", "support"},
     "lessons": {"lessons", "support"},
     "support": set(),
@@ -63,13 +65,15 @@ def floor_of(module: str) -> str:
     if module in LESSONS or module == SUPPORT:
         return "support" if module == SUPPORT else "lessons"
     package = module.partition(".")[0]
-    floors = "harness", "next_steps", "exercises", "tools", "tests"
+    floors = "harness", "subjects", "next_steps", "exercises", "tools", "tests"
+    if module.startswith(("next_steps.lessons", "next_steps.layers")):
+        return "layers"
     return package if package in floors else "scripts"
 
 
 MODULES = [m for m in SOURCES if floor_of(m) != "tests" and not m.endswith("_test")]
 IS_LESSON = {
-    module: module in LESSONS or (floor_of(module) == "next_steps" and module.endswith("_kernel"))
+    module: module in LESSONS or (floor_of(module) == "layers" and module.endswith("_kernel"))
     for module in MODULES
 }
 
@@ -176,12 +180,16 @@ def test_no_module_is_too_long_and_no_line_too_wide():
 
 
 def test_every_new_tensor_has_a_dtype():
-    """Without one it has the process's, which torch.set_default_dtype changes."""
+    """Without one it has the process's, which torch.set_default_dtype changes.
+
+    A subject's are cast where they are made.
+    """
     makers = {"arange", "as_tensor", "empty", "full", "linspace", "ones", "rand", "randn"}
     makers |= {"tensor", "zeros"}
     without = [
         f"{module}.py, line {call.lineno}"
         for module in MODULES
+        if floor_of(module) != "subjects"
         for call in ast.walk(ast.parse(SOURCES[module].read_text()))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
         if ast.unparse(call.func.value) == "torch" and call.func.attr in makers

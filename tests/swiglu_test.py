@@ -17,10 +17,11 @@ from next_steps.lessons.swiglu_kernel import (
     swiglu_forward,
     swiglu_reference,
 )
-from tests import subject, tiles
+from subjects import subject
+from subjects.swiglu import SWIGLU, make
+from subjects.swiglu import swiglu as act
+from tests import tiles
 from tests.fixtures import needs_gpu, pads_rows, poisoned_outputs
-from tests.subjects.swiglu import SWIGLU, make
-from tests.subjects.swiglu import swiglu as act
 
 MEMORY_SHAPE = (16_384, 14_336)
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}

@@ -11,8 +11,8 @@ from harness.benchmark.checking import DEVICE
 from next_steps.lessons.adamw_kernel import adamw_reference, adamw_step
 from next_steps.lessons.rope_kernel import rope_backward, rope_reference
 from next_steps.lessons.swiglu_kernel import swiglu_backward
-from tests.subject import run
-from tests.subjects import rope, swiglu
+from subjects import rope, swiglu
+from subjects.subject import run
 
 BLOCK = 64  # numbers, in a small case
 BLOCKS = "Does program i begin at i * BLOCK_SIZE?"

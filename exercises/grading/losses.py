@@ -14,9 +14,9 @@ from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, 
 from exercises.grading.norms import BF16, DTYPE, FORMULA, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB
 from harness.benchmark.checking import DEVICE
-from tests.subject import run
-from tests.subjects import cross_entropy
-from tests.subjects.cross_entropy import ROWS
+from subjects import cross_entropy
+from subjects.cross_entropy import ROWS
+from subjects.subject import run
 
 CHUNK = 64  # columns, in a small case
 IGNORED = -100

@@ -9,9 +9,9 @@ from harness.benchmark.benchmark_specs import LLAMA_HIDDEN
 from harness.benchmark.checking import DEVICE
 from kernel_support import triton
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
-from tests.subject import run
-from tests.subjects import rmsnorm
-from tests.subjects.rmsnorm import EPS, NORM
+from subjects import rmsnorm
+from subjects.rmsnorm import EPS, NORM
+from subjects.subject import run
 
 BF16 = torch.bfloat16
 TIMED_ROWS = 16_384

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE, HAS_GPU
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.rope_kernel import TritonRoPEFunction, rope_reference
-from tests.subject import BadInput, Subject, as_tuple, refused_tensors
+from subjects.subject import BadInput, Subject, as_tuple, refused_tensors
 
 SIZE = 4, 2, 16  # query heads, key heads, D
 # qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between rows of more than 1,024

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import reverse_kl_kernel
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
-from tests.subject import PADDED_WIDTHS, Subject, bad_inputs, of_rows, refused_tensors
+from subjects.subject import PADDED_WIDTHS, Subject, bad_inputs, of_rows, refused_tensors
 
 INF = float("inf")
 TEMPERATURE = 0.7

@@ -14,7 +14,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
-from tests.subject import Subject, bad_inputs, generator_of, of_rows, refused_tensors
+from subjects.subject import Subject, bad_inputs, generator_of, of_rows, refused_tensors
 
 CHUNK = 4  # rows: most tests have several chunks
 

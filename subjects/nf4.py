@@ -11,7 +11,7 @@ from next_steps.lessons.nf4_kernel import (
     nf4_linear_reference,
     nf4_quantize,
 )
-from tests.subject import PADDED_WIDTHS, Subject, bad_call
+from subjects.subject import PADDED_WIDTHS, Subject, bad_call
 
 
 def make(rows, size, dtype, seed=0):

@@ -1,15 +1,15 @@
 """Print how far each function's results and gradients are from float64, in each dtype.
 
-    python -m tests.subjects rope swiglu    # of these functions; all unless told
+    python -m tests.numbers rope swiglu    # of these functions; all unless told
 
 tests/contracts_numbers_test.py asks the same at many sizes and layouts.
 """
 
 from harness.benchmark.checking import DTYPE_NAME
 from harness.cli import command_line
+from subjects import SUBJECTS
+from subjects.subject import checks
 from tests import printing
-from tests.subject import checks
-from tests.subjects import SUBJECTS
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import torch
 import rmsnorm_kernel
 from harness.benchmark.checking import DEVICE
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
-from tests.subject import BadInput, Subject, refused_tensors
+from subjects.subject import BadInput, Subject, refused_tensors
 
 EPS = 1e-5
 

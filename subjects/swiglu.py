@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
-from tests.subject import Subject, bad_call, refused_tensors
+from subjects.subject import Subject, bad_call, refused_tensors
 
 
 def make(rows, width, dtype, seed=0):

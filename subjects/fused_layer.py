@@ -14,7 +14,7 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from tests.subject import PADDED_WIDTHS, Subject, bad_call
+from subjects.subject import PADDED_WIDTHS, Subject, bad_call
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I

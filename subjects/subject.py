@@ -1,7 +1,6 @@
-"""What a test needs to know of a differentiable function: `Subject`; and how any of them is run and
-compared.
+"""What is known of a differentiable function: `Subject`; and how any of them is run and compared.
 
-The records are in tests/subjects/, what is asked of all of them in tests/contracts_*_test.py.
+The records are the other files of this folder; tests/contracts_*_test.py ask the same of each.
 
 A function's results are one dictionary, its *parts*: the outputs by their names, and the gradient
 of an input called x as "dx".

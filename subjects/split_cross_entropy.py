@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
-from tests.subjects import cross_entropy
+from subjects import cross_entropy
 
 
 def bytes_of_rows(inputs):

@@ -16,8 +16,7 @@ from next_steps.layers.lora_swiglu import lora_swiglu_reference
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from rmsnorm_kernel import rmsnorm_reference
-from tests.subject import Subject, bad_call
-from tests.subjects.fused_layer import (
+from subjects.fused_layer import (
     ANOTHER_H,
     ANOTHER_UP,
     COMMON,
@@ -31,6 +30,7 @@ from tests.subjects.fused_layer import (
     SIZE,
     refused,
 )
+from subjects.subject import Subject, bad_call
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75

@@ -7,8 +7,8 @@ import torch
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction, qk_norm_rope_reference
-from tests.subject import Subject, bad_call, refused_tensors
-from tests.subjects import rope
+from subjects import rope
+from subjects.subject import Subject, bad_call, refused_tensors
 
 EPS = 1e-6  # Qwen3's rms_norm_eps
 
