@@ -65,13 +65,13 @@ class Outcomes:
 
 
 def modules_of_tests() -> list[str]:
-    """Return the modules that may have imported a kernel to test it, and their package."""
+    """Return the modules that may have imported a kernel to test it, and their packages."""
     others = {__name__, "tests.conftest", "tests.fixtures"}  # they know no kernel
     return [
         name
         for name in sys.modules
         if name not in others and not name.startswith("tests.faults")
-        if name == "tests" or name.startswith("tests.") or name.endswith("_test")
+        if name.partition(".")[0] in ("tests", "subjects") or name.endswith("_test")
     ]
 
 
