@@ -50,8 +50,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.cli.device import HAS_GPU, take_threads
     from harness.data.dataset import load_data
     from harness.data.loader import Loader
-    from harness.model.adapters import counts
-    from harness.model.architecture import TORCH_DTYPES
+    from harness.model.architecture import TORCH_DTYPES, ModelFacts
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
@@ -66,7 +65,8 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     model = patched_model.load_patched(workload)
     called = parallel.wrap(model, workload)
     expected = communication.expected(model, workload) if workload.parallel else None
-    sizes = costs.sizes_of(model.config, workload)
+    facts = ModelFacts(model.config, workload)
+    sizes = costs.sizes_of(facts)
     optimizer = apply_kernels.make_optimizer(
         model, 1e-5, kernels, moments=workload.moments, capturable=graph
     )
@@ -111,7 +111,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "kind": "profile",
         "environment": environment(),
         **workload.as_record(),
-        **counts(model.config, workload),
+        **facts.counts(),
         **fp8_model.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),

@@ -40,7 +40,7 @@ def test_the_8b_config_is_llama_3_1():
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    assert architecture.parameter_count(config) == 8_030_261_248
+    assert architecture.ModelFacts(config).parameters == 8_030_261_248
 
 
 @pytest.mark.exhaustive
@@ -82,6 +82,6 @@ def test_flops_per_token_is_what_pytorch_counts():
         model(input_ids=ids, labels=ids).loss.backward()
     # eager attention also multiplies the half of the scores that the causal mask throws away
     masked_half = 6.0 * config.num_hidden_layers * config.hidden_size * 64
-    expected = ids.numel() * (architecture.flops_per_token(config, 64) + masked_half)
+    expected = ids.numel() * (architecture.ModelFacts(config).flops_per_token(64) + masked_half)
     # RoPE's angles are 3e-5 of it
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)

@@ -23,6 +23,7 @@ from harness.cli.flags import DEFAULT_MODEL
 from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
+from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
 from harness.steps import stepping, timing
 from harness.training import training_run
@@ -211,7 +212,7 @@ def test_a_run_says_who_taught_whom(distilled):
         "kernels": ["rmsnorm", "reverse_kl"],
     }
     assert {key: record[key] for key in expected} == expected
-    n = architecture.parameter_count(architecture.tiny_config())
+    n = ModelFacts(architecture.tiny_config()).parameters
     assert record["teacher_parameters"] == n > record["parameters"]
     printed = record["printed"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
@@ -265,7 +266,7 @@ def test_which_student_and_how_many_layers(
     student, workload, more = distill.load_student(workload)
     layers = len(student.model.layers), student.config.num_hidden_layers, workload.student_layers
     assert set(layers) == {n_layers}
-    assert more["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
+    assert more["teacher_parameters"] == ModelFacts(architecture.tiny_config()).parameters
 
 
 @pytest.mark.parametrize("way", ["{}/", "{}/../{}", "linked", "relative"])
@@ -322,7 +323,7 @@ def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
     record = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
-    flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
+    flops = ModelFacts(student).flops_per_token(8) + ModelFacts(teacher).flops_per_token(8) / 3
     expected = flops * record["tokens_per_second"] / 2e12
     assert record["model_flops_utilization"] == pytest.approx(expected)
 

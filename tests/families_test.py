@@ -123,10 +123,10 @@ BILLIONS = {"llama": 8.03, "mistral": 7.25, "qwen2": 7.62, "qwen3": 8.19, "smoll
 @EACH
 def test_an_example_has_the_parameters_that_its_page_on_the_hub_says(kind):
     config = FAMILIES[kind].example_config()
-    assert round(architecture.parameter_count(config) / 1e9, 2) == BILLIONS[kind]
-    projections = config.num_hidden_layers * architecture.projection_weights(config)
+    assert round(architecture.ModelFacts(config).parameters / 1e9, 2) == BILLIONS[kind]
+    projections = config.num_hidden_layers * architecture.ModelFacts(config).layer_weights
     others = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    rest = architecture.parameter_count(config) - projections - others
+    rest = architecture.ModelFacts(config).parameters - projections - others
     assert 0 < rest < 1e6, "norms and biases"
 
 

@@ -16,6 +16,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import OPPONENTS, finetune_parser
 from harness.cli.workload import Workload
 from harness.model import architecture
+from harness.model.architecture import ModelFacts
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
@@ -132,13 +133,13 @@ def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
 def test_sizes_are_bytes_of_one_pass():
     config = architecture.llama_3_1_8b_config()
     bf16 = small_workload("--dtype", "bf16", "--batch-size", "2", "--seq-len", "512")
-    sizes, tokens = sizes_of(config, bf16), 1024
+    sizes, tokens = sizes_of(ModelFacts(config, bf16)), 1024
     assert sizes.weights == 2 * 8_030_261_248
     assert sizes.stream == 2 * 32 * tokens * 4096
     assert sizes.heads == 2 * 32 * tokens * (32 + 8) * 128
     assert sizes.inner == 2 * 32 * tokens * 14_336
     assert sizes.logits == 2 * tokens * 128_256
-    assert sizes_of(config, replace(bf16, dtype="fp32")).inner == 2 * sizes.inner
+    assert sizes_of(ModelFacts(config, replace(bf16, dtype="fp32"))).inner == 2 * sizes.inner
 
 
 def climb_in_a_made_up_world(

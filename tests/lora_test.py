@@ -25,6 +25,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import adapters, architecture, loading
 from harness.model.adapters import checksum, frozen_digest
+from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
@@ -75,9 +76,9 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert names == set(adapter_config.projections(targets))
     n_trained = sum(p.numel() for p in stepping.trained(model))
-    assert n_trained == adapters.trained_count(model.config, workload)
+    assert n_trained == ModelFacts(model.config, workload).trained
     n = sum(p.numel() for p in model.parameters())
-    assert adapters.counts(model.config, workload) == {
+    assert ModelFacts(model.config, workload).counts() == {
         "parameters": n,
         "trained_parameters": n_trained,
     }
@@ -118,15 +119,15 @@ def test_flops_are_what_pytorch_counts(targets):
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     # eager attention multiplies the half of the scores too that the mask throws away: all of T
-    expected = ids.numel() * adapters.flops_per_token(model.config, workload, 2 * 64)
+    expected = ids.numel() * ModelFacts(model.config, workload).flops_per_token(2 * 64)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # RoPE's angles
 
 
 def test_a_step_of_the_8b_model_has_two_thirds_of_the_flops():
     config, full = architecture.llama_3_1_8b_config(), Workload()
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
-    assert adapters.trained_count(config, workload) == 41_943_040
-    shares = [adapters.flops_per_token(config, w, 512) for w in (workload, full)]
+    assert ModelFacts(config, workload).trained == 41_943_040
+    shares = [ModelFacts(config, w).flops_per_token(512) for w in (workload, full)]
     assert 2 / 3 < shares[0] / shares[1] < 0.68
 
 
@@ -483,7 +484,7 @@ def test_a_profile_tells_adapters_from_projections(
     more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
     record = recorded(profile_baseline, *flags, *more)
     config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
-    thin = tokens * 6 * adapters.trained_count(config, workload)
+    thin = tokens * 6 * ModelFacts(config, workload).trained
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
     first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
@@ -494,11 +495,11 @@ def test_a_profile_tells_adapters_from_projections(
     part = record["categories"][ADAPTERS]
     others = 2 * tokens * 2 * (2 * inner + hidden)  # scaling, addition: a FLOP for each number
     assert thin <= part["flops"] < thin + 8 * others
-    whole = tokens * adapters.flops_per_token(config, workload, 0)
+    whole = tokens * ModelFacts(config, workload).flops_per_token(0)
     angles = tokens * config.head_dim if HAS_GPU else 0  # positions @ frequencies
     found = record["categories"]["matmul"]["flops"]
     assert found == pytest.approx(whole - all_thin + angles, rel=1e-6)
-    assert record["trained_parameters"] == adapters.trained_count(config, workload)
+    assert record["trained_parameters"] == ModelFacts(config, workload).trained
 
 
 def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
@@ -506,13 +507,13 @@ def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
     config.num_hidden_layers = 2
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
     before, after = (memory_estimate.estimate(config, each) for each in (full, workload))
-    n = adapters.trained_count(config, workload)
+    n = ModelFacts(config, workload).trained
     assert after["parts"]["optimizer state"] == pytest.approx(2 * 2 * n, rel=1e-3)
     added = after["parts"]["parameters"] - before["parts"]["parameters"]
     assert added == pytest.approx(2 * n, rel=1e-3)
     # neither gradients nor two moments, in bf16
     saved = before["peak_memory_bytes"] - after["peak_memory_bytes"]
-    assert saved > 5 * architecture.parameter_count(config)
+    assert saved > 5 * ModelFacts(config).parameters
     # what a frozen projection without an adapter reads is not kept for it
     attention = replace(workload, lora_targets="attention")
     kept = [memory_estimate.estimate(config, w)["kept_in_layers"] for w in (workload, attention)]
@@ -529,7 +530,7 @@ def test_an_estimate_of_quantized_weights_has_half_a_byte_for_each():
         memory_estimate.estimate(config, each)["parts"]["parameters"]
         for each in (lora, replace(lora, quantize="nf4"))
     )
-    n = architecture.projection_weights(config) * config.num_hidden_layers
+    n = ModelFacts(config).layer_weights * config.num_hidden_layers
     assert before - after == pytest.approx((2 - 0.516) * n, rel=1e-3)
 
 

@@ -203,7 +203,7 @@ def test_the_peak_of_loading_is_that_of_one_layer():
     before = torch.cuda.memory_allocated()
     model = draw_quantized(config, torch.bfloat16, "nf4")
     kept = torch.cuda.memory_allocated() - before
-    numbers = architecture.projection_weights(config)
+    numbers = architecture.ModelFacts(config).layer_weights
     assert kept < 0.52 * 4 * numbers + 2 * 3 * 1000 * 4096
     # one layer, and of its largest weight what quantizing takes: fp32, quotients, int32 codes
     largest = config.hidden_size * config.intermediate_size

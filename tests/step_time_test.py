@@ -32,8 +32,8 @@ def work_of(kernels=(), level=None, offload=False, n_layers: int = 2) -> step_ti
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])
 def test_the_flops_are_the_models(kernels):
     work, n_tokens = work_of(kernels), B * T
-    in_products = architecture.flops_per_token(small_8b(), 0) * n_tokens
-    in_attention = architecture.flops_per_token(small_8b(), T) * n_tokens - in_products
+    in_products = architecture.ModelFacts(small_8b()).flops_per_token(0) * n_tokens
+    in_attention = architecture.ModelFacts(small_8b()).flops_per_token(T) * n_tokens - in_products
     assert work.product_flops == pytest.approx(in_products, rel=1e-3)  # RoPE's angles
     assert sum(work.attention_flops.values()) == pytest.approx(in_attention * 7 / 6)
 
@@ -41,7 +41,7 @@ def test_the_flops_are_the_models(kernels):
 def test_what_is_computed_twice_counts_twice():
     works = {level: work_of([], level) for level in RECOMPUTE}
     assert works["none"].product_flops == works["norm"].product_flops == works["mlp"].product_flops
-    forward = architecture.flops_per_token(small_8b(), 0) / 3
+    forward = architecture.ModelFacts(small_8b()).flops_per_token(0) / 3
     head = 2 * 4096 * 2048
     down = 2 * 2 * 4096 * 14_336
     again = (works["layer"].product_flops - works["none"].product_flops) / (B * T)

@@ -17,6 +17,7 @@ import finetune_optimized
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.data import dataset, samples
 from harness.model import architecture, loading
+from harness.model.architecture import ModelFacts
 from harness.profiling import costs
 from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
@@ -187,8 +188,8 @@ def test_without_a_recorded_kernel_it_is_unknown_how_long_the_gpu_computes(monke
 def test_a_step_is_measured_by_the_speed_of_light(monkeypatch):
     record, _ = profiled_run(monkeypatch, 4)
     workload, config = tiny_workload(), architecture.tiny_config()
-    flops = architecture.flops_per_token(config, workload.seq_len)
-    least_ms = costs.least_ms(config, workload, 16, flops, record["ceilings"])
+    flops = ModelFacts(config).flops_per_token(workload.seq_len)
+    least_ms = costs.least_ms(ModelFacts(config, workload), 16, flops, record["ceilings"])
     assert record["least_ms"] == pytest.approx(least_ms)
 
 

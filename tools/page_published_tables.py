@@ -3,7 +3,7 @@
 import operator
 import statistics
 
-from harness.model.architecture import flops_per_token
+from harness.model.architecture import ModelFacts
 from harness.model.families import EXAMPLES
 from harness.records.spread import spread
 from harness.steps.power import joules_per_token
@@ -29,7 +29,7 @@ def speed_cells(row: dict) -> dict[str, str]:
     """Return a row of published.json, or one of ours, by the one formula that the page prints."""
     rate = row["tokens_per_second_per_gpu"]
     config = EXAMPLES[row["model"]].example_config()
-    tflops = rate * flops_per_token(config, row["seq_len"]) / 1e12
+    tflops = rate * ModelFacts(config).flops_per_token(row["seq_len"]) / 1e12
     peak = peak_tflops(row["gpu"], row["precision"])
     return {
         "precision": row["precision"],

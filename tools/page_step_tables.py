@@ -10,7 +10,7 @@ from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.cli.flags import FP8_ALL, OPPONENTS
 from harness.cli.processes import PARALLEL
 from harness.cli.tables import number
-from harness.model.architecture import parameter_count
+from harness.model.architecture import ModelFacts
 from harness.model.families import FAMILIES
 from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
@@ -277,7 +277,7 @@ def families() -> str:
         norms = "q, k" if family.head_norms else ""
         biases = ", ".join(name.removesuffix("_proj") for name in family.bias)
         rotation = "not in every layer" if family.rotates else "in every layer"
-        billions = parameter_count(family.example_config()) / 1e9
+        billions = ModelFacts(family.example_config()).parameters / 1e9
         name = f"`{family.example}`", f"{billions:.1f} · 10⁹"
         body.append((f"`{family.model_type}`", *name, norms, biases, rotation))
     return table(body, "family | example | parameters | norms over heads | biases | rotation")

@@ -30,8 +30,7 @@ from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, title
 from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words, teacher_line
 from harness.data.dataset import Batch, load_data
 from harness.data.loader import Loader
-from harness.model.adapters import counts, flops_per_token
-from harness.model.architecture import TORCH_DTYPES
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.profiling.attribution import busy_us, gpu_events
 from harness.profiling.costs import least_ms
 from harness.profiling.diagnose import saved_by_a_graph_ms
@@ -73,7 +72,8 @@ class Run:
         # the day on which the run first began
         self.day = resumed["day"] if resumed else self.environment["date"]
         self.data = load_data(workload, model.config, workload.steps, self.day)
-        self.described = workload.as_record() | counts(model.config, workload) | (more or {})
+        self.facts = ModelFacts(model.config, workload)
+        self.described = workload.as_record() | self.facts.counts() | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data
         before = resumed or dict.fromkeys(COLUMNS, ())
         columns = (list(before[column]) for column in COLUMNS)
@@ -210,11 +210,10 @@ class Run:
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
         n = processes.world_size()
-        config, workload = self.model.config, self.workload
-        flops = flops_per_token(config, workload, self.data.span)
+        flops = self.facts.flops_per_token(self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         # the data sheet's bf16 rate, if it is known
-        rate = datasheet_tflops(self.environment["gpu"]) if workload.dtype == "bf16" else None
+        rate = datasheet_tflops(self.environment["gpu"]) if self.workload.dtype == "bf16" else None
         n_tokens, rates = statistics.mean(tokens) / n, self.ceilings
         return {
             **steps,
@@ -228,7 +227,7 @@ class Run:
             "busy_ms": self.busy_ms,
             **({"power": self.power.reading()} if HAS_GPU else {}),
             "ceilings": rates,
-            "least_ms": rates and least_ms(config, workload, n_tokens, flops, rates),
+            "least_ms": rates and least_ms(self.facts, n_tokens, flops, rates),
         }
 
 

@@ -19,8 +19,7 @@ from transformers import PreTrainedConfig
 
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
-from harness.model.adapters import counts
-from harness.model.architecture import with_one_layer
+from harness.model.architecture import ModelFacts, with_one_layer
 from harness.model.config_file import load_config, reading
 from harness.records import run_records
 from next_steps.memory.memory_ledger import KINDS, PHASES, stage_in_words
@@ -58,7 +57,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         "kind": "estimate",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(config, workload),
+        **ModelFacts(config, workload).counts(),
         "layers": config.num_hidden_layers,
         "estimates": [estimate(config, each) for each in workloads],
     }

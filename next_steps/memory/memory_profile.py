@@ -19,7 +19,7 @@ from harness.cli import output_files, tables
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
-from harness.model.adapters import counts
+from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import KERNELS, ROWS
 from harness.records import run_records
 from harness.steps import stepping
@@ -98,7 +98,7 @@ def report(
         "kind": "memory",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model.config, workload),
+        **ModelFacts(model.config, workload).counts(),
         **layers_in_fp8(model, workload),
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
-from harness.model.architecture import TORCH_DTYPES, head_size
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.profiling import costs
 from harness.profiling.diagnose import TARGET
 from harness.steps import timing
@@ -103,7 +103,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
 def count_work(config: PreTrainedConfig, workload: Workload) -> Work:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
-    return run_step(config, one, Work(costs.sizes_of(config, one)))
+    return run_step(config, one, Work(costs.sizes_of(ModelFacts(config, one))))
 
 
 def link_rate() -> float:
@@ -116,7 +116,9 @@ def link_rate() -> float:
 def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, float]:
     """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    shapes = [(workload.batch_size, n, workload.seq_len, head_size(config)) for n in heads]
+    shapes = [
+        (workload.batch_size, n, workload.seq_len, ModelFacts(config).head_size) for n in heads
+    ]
     options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
 

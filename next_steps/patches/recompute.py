@@ -35,7 +35,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from harness.cli.flags import RECOMPUTE
-from harness.model.architecture import head_size
+from harness.model.architecture import ModelFacts
 from harness.model.exact_modules import is_unchanged
 from harness.model.families import family_of
 from harness.model.known_texts import CACHE, is_known_text
@@ -175,12 +175,10 @@ def attention_pays(config: PreTrainedConfig, seq_len: int) -> bool:
     kept saves 2 T.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products
     with a layer's P weights.  In LLaMA 3.1 8B attention pays from T = 5,072 on.
     """
-    heads = config.num_attention_heads * head_size(config)
-    projected = heads + 2 * config.num_key_value_heads * head_size(config)  # q, k, v
-    weights = config.hidden_size * (projected + heads + 3 * config.intermediate_size)
-    # mlp keeps q, k, v, attention's output, the second residual, gate and up
-    kept = projected + heads + config.hidden_size + 2 * config.intermediate_size
-    return seq_len > weights / kept
+    facts = ModelFacts(config)
+    # mlp keeps q, k, v, the second residual, gate and up, and attention's output
+    *kept, _ = (rows for rows, _ in facts.shapes.values())
+    return seq_len > facts.layer_weights / (sum(kept) + facts.shapes["o_proj"][1])
 
 
 def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:

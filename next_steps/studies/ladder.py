@@ -19,6 +19,7 @@ from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import FP8_ALL, IN_FP8, OPPONENTS, WARMUP_STEPS
 from harness.cli.workload import Workload, model_line, size_in_words
+from harness.model.architecture import ModelFacts
 from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
@@ -129,7 +130,7 @@ def climb(workload: Workload, record_to: str | None = None, plot_to: str | None 
     record |= Workload.from_record(baseline).as_record()
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
     add(BASELINE, None, baseline)
-    sizes, names, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
+    sizes, names, busy_ms = sizes_of(ModelFacts(config, workload)), (), record["busy_ms"]
     for rung in RUNGS:
         names = (*names, rung.name)
         floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6

@@ -12,7 +12,7 @@ from harness.cli.command_line import ran_out_of_memory
 from harness.cli.device import DEVICE, HAS_GPU, free_memory
 from harness.cli.workload import Workload, kernels_in_words, model_line
 from harness.data.dataset import random_batch
-from harness.model.adapters import counts, flops_per_token
+from harness.model.architecture import ModelFacts
 from harness.records import run_records
 from harness.steps import stepping, timing
 from next_steps.memory.memory_estimate import try_kernels
@@ -39,7 +39,7 @@ def find(workload: Workload, record_to: str | None = None) -> None:
         "kind": "longest",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model.config, workload),
+        **ModelFacts(model.config, workload).counts(),
         **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": LENGTH_STEP,
@@ -111,7 +111,7 @@ def try_length(model, optimizer, length: int, micro_batches: int) -> tuple[float
 
 def attention_share(config, workload: Workload, length: int) -> float:
     """Return attention's share of a step's FLOPs, with nothing computed twice."""
-    without, whole = (flops_per_token(config, workload, n) for n in (0, length))
+    without, whole = map(ModelFacts(config, workload).flops_per_token, (0, length))
     return 1 - without / whole
 
 
