@@ -5,9 +5,11 @@
     dies    nobody holds the storage any more: no Python variable and no node of the graph
 
 The ledger also writes down who asked for a storage and in which stage of the step.  What a storage
-is for follows from both: peak_attribution.py.
+is for follows from both: peak_attribution.py.  memory_estimate.py keeps a ledger of a step on meta
+tensors, memory_profile.py of a real step.
 
-memory_estimate.py keeps a ledger of a step on meta tensors, memory_profile.py of a real step.
+Who asked is read from Python's stack.  A named range around a part would not do: a part with a
+forward of its own, or with hooks, is called by its layer, and the fused layer calls no parts.
 """
 
 import gc
@@ -128,7 +130,10 @@ class Sample:
 
 
 class Ledger(TorchDispatchMode):
-    """Every storage on the device that operations return while the mode is on."""
+    """Every storage on the device that operations return while the mode is on.
+
+    After each operation it asks a GPU's allocator for the most bytes that it gave away meanwhile.
+    """
 
     def __init__(self, device: str = "meta"):
         super().__init__()
@@ -141,11 +146,15 @@ class Ledger(TorchDispatchMode):
         self.enter(None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
+            gc.collect()
         # a copy between GPU and host: meta tensors have nothing to copy
         results = args[0] if is_transfer(operation, args) else operation(*args, **(kwargs or {}))
+        name = name_of(operation)
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
-                self.record(tensor, name_of(operation))
+                self.record(tensor, name)
+        self.sample(name)
         return results
 
     def record(self, tensor: torch.Tensor, name: str) -> Block:
@@ -175,7 +184,7 @@ class Ledger(TorchDispatchMode):
                 self.record(tensor, part).part = part
 
     def sample(self, operation: str = "none") -> None:
-        """End a stretch of time, and ask a GPU's allocator about it."""
+        """End a stretch of time."""
         allocated = reserved = None
         if self.device == "cuda":
             statistics = torch.cuda.memory_stats()
@@ -227,17 +236,6 @@ class Ledger(TorchDispatchMode):
         """Enter the backward of a layer when its output's gradient, if it has one, is complete."""
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.enter("backward", layer))
-
-
-class Observer(Ledger):
-    """A ledger of a real step that takes a sample after every operation."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
-            gc.collect()
-        results = super().__torch_dispatch__(operation, types, args, kwargs)
-        self.sample(name_of(operation))
-        return results
 
 
 def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:

@@ -1,8 +1,7 @@
 """What fills the memory during a training step, and at its peak?  Measured on the real step.
 
 The allocator knows how many bytes it has given away, but not what for.  The ledger
-(memory_ledger.py) knows.  After each operation `Observer` asks the allocator for the most bytes it
-had given away meanwhile.  The parts come from the ledger, the height from the allocator, and what
+(memory_ledger.py) knows.  The parts come from the ledger, the height from the allocator, and what
 lies between has a row of its own.  So the rows add up to the measured peak.
 
 The allocator's own history, of which the snapshot is made, would not do: it holds Python stacks and
@@ -25,16 +24,17 @@ from harness.records import run_records
 from harness.steps import stepping
 from next_steps.memory import memory_ledger as books
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Observer
+from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Ledger
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
 
+TOP = 6  # groups of tensors in the table
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
 
-def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Observer) -> None:
+def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Ledger) -> None:
     """Take a training step with the last of the steps' micro-batches and write the ledger."""
     ledger.follow(model, optimizer)
     for batch in itertools.chain(*steps):
@@ -79,7 +79,7 @@ def report(
     warmup = workload.warmup
     data = dataset.load_data(workload, try_kernels(workload), warmup + STEPS)
     model = load_patched(workload)
-    ledger = Observer(DEVICE)
+    ledger = Ledger(DEVICE)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
     batches = [batch.to(DEVICE) for batch in data.train]
@@ -94,6 +94,7 @@ def report(
     if snapshot_to:
         snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
     observed_step(model, optimizer, steps, ledger)
+    found = account(ledger, cublas_workspaces())
     record = {
         "kind": "memory",
         "environment": run_records.environment(),
@@ -103,7 +104,8 @@ def report(
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,
         "unobserved_peak_bytes": unobserved_peak,
-        **account(ledger, cublas_workspaces()),
+        **found,
+        "largest": found["largest"][:TOP],
         "snapshot": snapshot_to,
         "snapshot_bytes": snapshot_bytes,
     }
