@@ -319,7 +319,7 @@ def test_the_saved_student_is_an_ordinary_model(distilled, recorded, tmp_path):
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
-    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "peak_tflops", lambda gpu: 2.0)
     record = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1

@@ -87,10 +87,14 @@ def test_a_copy_in_bulk_is_refused():
 
 def test_the_quotient_by_hand():
     """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 8e12."""
-    n_bytes = 4.8e12
-    assert GPUS["H200"].quotient(67e12 / 2 / 32, n_bytes) == pytest.approx(1)
-    assert GPUS["GB300"].quotient(40e12 / 32, 8e12) == pytest.approx(1)
-    assert [round(gpu.clock_ghz, 2) for gpu in GPUS.values()] == [1.98, 1.98, 1.95]
+    for gpu, instructions, n_bytes in (
+        ("H200", 67e12 / 2 / 32, 4.8e12),
+        ("GB300", 40e12 / 32, 8e12),
+    ):
+        count = Count("", "", "", instructions, n_bytes)
+        assert count.quotient(GPUS[gpu]) == pytest.approx(1)
+    clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in GPUS.values()]
+    assert clocks == [1.98, 1.98, 1.95]
 
 
 # In a process and a file of its own: the kernels are compiled, and Triton reads their source.
@@ -139,7 +143,7 @@ def test_a_compiled_copy_and_more_instructions(tmp_path, target):
     warps = 2**20 // 2048 * 4
     # 4 accesses, EXIT, and what computes two addresses
     assert 5 < counts[0].instructions / warps < 40
-    one, more, most = (GPUS["GB300"].quotient(each.instructions, each.n_bytes) for each in counts)
+    one, more, most = (count.quotient(GPUS["GB300"]) for count in counts)
     assert one < more < most
 
 
@@ -203,9 +207,7 @@ def test_no_gpu_was_faster_than_the_count_allows(case, name):
     )
     n_bytes = section["bytes_per_element"] * most * math.prod(numbers(section["size"]))
     in_memory_us = n_bytes / gpu.tbs / 1e6
-    assert min(ours) >= in_memory_us * max(
-        1, GPUS["H200"].quotient(count.instructions, count.n_bytes)
-    )
+    assert min(ours) >= in_memory_us * max(1, count.quotient(GPUS["H200"]))
 
 
 @pytest.mark.exhaustive

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from harness.steps.gpus import peak_tflops
 from tests.page_run_tables_test import cells, run
 from tools import page_records
 from tools.page_published_tables import (
@@ -29,6 +30,7 @@ def test_the_formula_by_hand():
     assert found["MFU"] == "56 %"  # of 2,500
     assert found["shape"] == "4 × 4,096 × 16"
     assert speed_cells(STATION | {"precision": "FP8, LoRA"})["MFU"] == "28 %"
+    assert peak_tflops("NVIDIA GB300", "FP8, LoRA") == 5000
     assert speed_cells(STATION | {"gpu": "H100 96GB HBM2e"})["MFU"] == "–"
 
 

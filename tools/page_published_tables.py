@@ -6,23 +6,16 @@ import statistics
 from harness.model.architecture import ModelFacts
 from harness.model.families import EXAMPLES
 from harness.records.spread import spread
+from harness.steps.gpus import OF_BF16, peak_tflops
 from harness.steps.power import joules_per_token
-from harness.steps.timing import datasheet_tflops
 from tools import page_records
 from tools.make_records import RUNS
 from tools.page_records import load, per_cent, short_gpu, size_label, table
 from tools.page_step_tables import run_label
 
-OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
 PLACED += "lora_fp8_bf16_2x4096_times_16", "lora_fp8_all_2x4096_times_16", *RUNS["published"]
 IN_BOTH = "GPU | precision | shape | tokens/s | TFLOP/s | MFU"  # columns
-
-
-def peak_tflops(gpu: str, precision: str) -> float | None:
-    """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
-    bf16 = datasheet_tflops(gpu)
-    return bf16 and bf16 * OF_BF16[precision.split(",")[0]]
 
 
 def speed_cells(row: dict) -> dict[str, str]:

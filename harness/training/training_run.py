@@ -39,8 +39,9 @@ from harness.profiling.profiler import measure_ceilings
 from harness.records.run_records import environment, environment_line, write_record
 from harness.records.spread import spread, timed, waited
 from harness.steps import parallel
+from harness.steps.gpus import peak_tflops
 from harness.steps.power import PowerMeter, joules_per_token, power_in_words
-from harness.steps.timing import datasheet_tflops, peak_memory_bytes
+from harness.steps.timing import peak_memory_bytes
 from harness.training.resuming import COLUMNS
 from harness.training.saving import refuse_what_cannot_be_saved, save_model
 
@@ -213,7 +214,7 @@ class Run:
         flops = self.facts.flops_per_token(self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         # the data sheet's bf16 rate, if it is known
-        rate = datasheet_tflops(self.environment["gpu"]) if self.workload.dtype == "bf16" else None
+        rate = peak_tflops(self.environment["gpu"]) if self.workload.dtype == "bf16" else None
         n_tokens, rates = statistics.mean(tokens) / n, self.ceilings
         return {
             **steps,
