@@ -23,8 +23,10 @@ harness/profiling/diagnose.py.
 import argparse
 import itertools
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness.cli import command_line
 from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
@@ -40,73 +42,25 @@ PROFILED_STEPS = 4  # two recordings, each of two steps
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
-    """Train a few steps, profile one, write its trace; return the record.
-
-    Time and peak memory come from steps without the profiler.  With a CUDA graph the replays are
-    measured; operations and ranges come from a step before the recording.
-    """
+    """Train a few steps, profile one, write its trace; return the record."""
     import torch
 
-    from harness.cli.device import HAS_GPU, take_threads
-    from harness.data.dataset import load_data
-    from harness.data.loader import Loader
+    from harness.cli.device import take_threads
     from harness.model.architecture import TORCH_DTYPES, ModelFacts
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, parallel, power, stepping, timing
-    from next_steps.memory import memory_estimate
-    from next_steps.patches import apply_kernels, fp8_model, patched_model
+    from harness.steps import communication
+    from next_steps.patches import fp8_model
 
-    kernels, graph = workload.kernels, workload.cuda_graph
     take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
-    config = memory_estimate.try_kernels(workload)
-    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, config, n_steps + profiler.NEEDED)
-    model = patched_model.load_patched(workload)
-    called = parallel.wrap(model, workload)
+    training = load(workload)
+    model, facts = training.model, ModelFacts(training.model.config, workload)
     expected = communication.expected(model, workload) if workload.parallel else None
-    facts = ModelFacts(model.config, workload)
-    sizes = costs.sizes_of(facts)
-    optimizer = apply_kernels.make_optimizer(
-        model, 1e-5, kernels, moments=workload.moments, capturable=graph
-    )
-    loader = Loader(data.train, workload.micro_batches)
-    steps = list(itertools.islice(loader, n_steps))
-    warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
-    timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
-    take_step, idle = stepping.training_step, None
-    stream = torch.cuda.Stream() if graph else None  # None: as it is
-
-    def profile_operations() -> tuple[torch.profiler.profile, float]:
-        with profiler.category_ranges(model):
-            return profiler.profiled_step(called, optimizer, profiled[2:], stacks)
-
+    stream = torch.cuda.Stream() if workload.cuda_graph else None  # None: as it is
     with torch.cuda.stream(stream):
-        for batches in warmup:
-            stepping.timed_step(called, optimizer, batches)
-        resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
-        if graph:
-            profile, profiled_ms = profile_operations()
-            trace = profiler.read_trace(profile)
-        if HAS_GPU:
-            torch.cuda.reset_peak_memory_stats()
-        if graph:
-            take_step = stepping.captured_step(called, optimizer, timed[0], stream)
-        with power.PowerMeter() as meter:
-            clocked = [stepping.timed_step(called, optimizer, step, take_step) for step in timed]
-        step_ms = [1e3 * seconds for _, seconds in clocked]
-        peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
-        if HAS_GPU:
-            replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
-        if graph:
-            _, trace_bytes = profiler.write_trace(replayed, trace_file)
-        else:
-            profile, profiled_ms = profile_operations()
-            trace, trace_bytes = profiler.write_trace(profile, trace_file)
-        loading = profiler.measure_loading(
-            loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
-        )
-    moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
+        profile, trace, measured = take_steps(training, workload, stream, trace_file, stacks)
+    sizes = costs.sizes_of(facts)
+    moved = costs.costs_of_trace(trace, sizes, training.span, workload.kernels)
     return {
         "kind": "profile",
         "environment": environment(),
@@ -115,22 +69,110 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         **fp8_model.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
-        **({"busy_us": idle["busy_us"]} if graph else {}),
         "ceilings": ceilings,
-        **({"power": meter.reading()} if HAS_GPU else {}),
         "sizes": asdict(sizes),
-        "timeline": idle,
-        "loading": loading,
-        **({"communication": expected} if expected else {}),
         # a replay calls no operation
-        "host_waits": [] if graph else attribution.host_waits(profile.events()),
+        "host_waits": [] if workload.cuda_graph else attribution.host_waits(profile.events()),
+        **({"communication": expected} if expected else {}),
+        **measured,
+        "trace": trace_file,
+    }
+
+
+def load(workload: Workload) -> SimpleNamespace:
+    """Return the model, what takes a step of it, the loader, batches of all steps, their span."""
+    from harness.data.dataset import load_data
+    from harness.data.loader import Loader
+    from harness.profiling import profiler
+    from harness.steps import parallel
+    from next_steps.memory import memory_estimate
+    from next_steps.patches import apply_kernels, patched_model
+
+    config = memory_estimate.try_kernels(workload)
+    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
+    data = load_data(workload, config, n_steps + profiler.NEEDED)
+    model = patched_model.load_patched(workload)
+    called = parallel.wrap(model, workload)
+    optimizer = apply_kernels.make_optimizer(
+        model, 1e-5, workload.kernels, moments=workload.moments, capturable=workload.cuda_graph
+    )
+    loader = Loader(data.train, workload.micro_batches)
+    steps = list(itertools.islice(loader, n_steps))
+    return SimpleNamespace(
+        model=model, of_step=(called, optimizer), loader=loader, steps=steps, span=data.span
+    )
+
+
+def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bool) -> tuple:
+    """Return the profile of a step, its trace, and what was measured of others, for the record.
+
+    Time and peak memory come from steps without the profiler.  With a CUDA graph the replays are
+    measured; operations and ranges come from a step before the recording.
+    """
+    import torch
+
+    from harness.cli.device import HAS_GPU
+    from harness.profiling import profiler
+    from harness.steps import stepping
+
+    of_step, graph = training.of_step, workload.cuda_graph
+    warmup, steps = training.steps[: workload.warmup], training.steps[workload.warmup :]
+    timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
+
+    def profile_operations() -> tuple[torch.profiler.profile, float]:
+        with profiler.category_ranges(training.model):
+            return profiler.profiled_step(*of_step, profiled[2:], stacks)
+
+    for batches in warmup:
+        stepping.timed_step(*of_step, batches)
+    resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
+    if graph:
+        profile, profiled_ms = profile_operations()
+        trace = profiler.read_trace(profile)
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+    take_step, idle = stepping.training_step, None
+    if graph:
+        take_step = stepping.captured_step(*of_step, timed[0], stream)
+    measured = time_steps(of_step, timed, take_step)
+    if HAS_GPU:
+        replayed, idle = profiler.timeline(*of_step, profiled[:2], take_step)
+    if graph:
+        _, trace_bytes = profiler.write_trace(replayed, trace_file)
+    else:
+        profile, profiled_ms = profile_operations()
+        trace, trace_bytes = profiler.write_trace(profile, trace_file)
+    loading = profiler.measure_loading(
+        training.loader, lambda step: take_step(*of_step, step), measured["median_step_ms"]
+    )
+    return (
+        profile,
+        trace,
+        {
+            **({"busy_us": idle["busy_us"]} if graph else {}),
+            "timeline": idle,
+            "loading": loading,
+            **measured,
+            "profiled_step_ms": profiled_ms,
+            "resting_memory_bytes": resting_memory,
+            "trace_bytes": trace_bytes,
+        },
+    )
+
+
+def time_steps(of_step: tuple, steps: list, take_step: Callable) -> dict:
+    """Return times, peak memory and power of steps without the profiler, for the record."""
+    from harness.cli.device import HAS_GPU
+    from harness.steps import parallel, power, stepping, timing
+
+    with power.PowerMeter() as meter:
+        clocked = [stepping.timed_step(*of_step, batches, take_step) for batches in steps]
+    step_ms = [1e3 * seconds for _, seconds in clocked]
+    return {
+        **({"power": meter.reading()} if HAS_GPU else {}),
         "step_ms": step_ms,
         "median_step_ms": statistics.median(step_ms),
-        "profiled_step_ms": profiled_ms,
-        "resting_memory_bytes": resting_memory,
-        "peak_memory_bytes": peak_memory,
-        "trace": trace_file,
-        "trace_bytes": trace_bytes,
+        "peak_memory_bytes": int(max(parallel.gather(timing.peak_memory_bytes()))[0]),
     }
 
 

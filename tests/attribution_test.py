@@ -13,8 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from harness.profiling.attribution import (
-    WITH_ADAPTER,
-    WITHOUT_ADAPTER,
+    PROJECTION,
     attribute,
     communication_times,
     counted_once,
@@ -160,8 +159,8 @@ def test_the_profilers_own_overhead_launches_nothing(t):
 
 def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
     """Forward and backward; and an addition of gradients, which meet at the input, is nobody's."""
-    with t.range("forward"), t.range("mlp"), t.range(WITH_ADAPTER):
-        with t.range(WITHOUT_ADAPTER), t.op("aten::linear"):
+    with t.range("forward"), t.range("mlp"), t.range(ADAPTERS):
+        with t.range(PROJECTION), t.op("aten::linear"):
             t.call("aten::mm", "gemm", 1.0, seq=1)
         with t.op("aten::linear"):
             t.call("aten::mm", "gemm", 2.0, seq=2)
@@ -180,8 +179,8 @@ def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
 
 
 def test_a_layer_that_runs_again_in_the_backward_has_its_adapters_again(t):
-    with t.range("backward"), t.backward("CheckpointBackward", seq=9), t.range(WITH_ADAPTER):
-        with t.range(WITHOUT_ADAPTER):
+    with t.range("backward"), t.backward("CheckpointBackward", seq=9), t.range(ADAPTERS):
+        with t.range(PROJECTION):
             t.call("aten::mm", "gemm", 1.0)
         t.call("aten::mm", "gemm", 2.0)
     assert found(t.attribute()) == {"matmul": 1.0, ADAPTERS: 2.0}

@@ -36,6 +36,8 @@ WIDTHS = {
 INTEGERS = {"long int", "long", "int"}
 # position of the first factor
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+# q @ k.t() and p @ v; the backward computes the first again, and four gradients
+ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
 ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
@@ -201,10 +203,9 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         flops = 2.0 * result * a.shape[-1]
         return Cost(moved, flops, flops if in_fp8 else 0.0)
     if ATTENTION.match(name):
-        # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
-        gradients = name.endswith("_backward")
-        products, results = (5, operands[1:4]) if gradients else (2, operands[:1])
-        flops = products * 2.0 * first.numel * seq_len / 2
+        way = "backward" if name.endswith("_backward") else "forward"
+        results = operands[:1] if way == "forward" else operands[1:4]
+        flops = ATTENTION_PRODUCTS[way] * 2.0 * first.numel * seq_len / 2
         return Cost(read + sum(o.numel * WIDTHS[o.dtype] for o in results), flops)
     if kind in ELEMENTWISE:
         if kind == "addcmul":  # AdamW's: the gradient times itself

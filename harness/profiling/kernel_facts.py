@@ -13,6 +13,7 @@ FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
+PHASES = ["forward", "loss", "backward", "optimizer"]  # of a step
 CATEGORIES = [  # of a profile, in the order of its table
     *("matmul", "attention", "normalization", "loss", "activation", "rotary", ADAPTERS),
     *(DEQUANTIZATION, FP8_CASTS, OTHER, "optimizer", COMMUNICATION, UNATTRIBUTED),

@@ -22,8 +22,9 @@ from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
 from harness.model.architecture import ModelFacts, with_one_layer
 from harness.model.config_file import load_config, reading
+from harness.profiling.kernel_facts import PHASES
 from harness.records import run_records
-from next_steps.memory.memory_ledger import KINDS, LOSS, PHASES, stage_in_words
+from next_steps.memory.memory_ledger import KINDS, LOSS, stage_in_words
 from next_steps.memory.meta_step import run_step
 from next_steps.memory.peak_attribution import PARTS, TEMPORARY, account, kept_blocks
 

@@ -34,7 +34,6 @@ from next_steps.patches import apply_kernels
 ROUNDING = 512  # bytes: the CUDA allocator's unit
 PARAMETERS, STATE, GRADIENTS, BATCH = "parameters", "optimizer state", "gradients", "batch"
 LOSS = "logits and loss"
-PHASES = ["forward", "loss", "backward", "optimizer"]
 EMBEDDING = 0  # its number among the layers, in the backward
 ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "new_empty"),

@@ -19,12 +19,12 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
 from harness.model.architecture import ModelFacts
-from harness.profiling.kernel_facts import KERNELS, ROWS
+from harness.profiling.kernel_facts import KERNELS, PHASES, ROWS
 from harness.records import run_records
 from harness.steps import stepping
 from next_steps.memory import memory_ledger as books
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Ledger
+from next_steps.memory.memory_ledger import BATCH, EMBEDDING, Ledger
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.fp8_model import layers_in_fp8

@@ -13,8 +13,9 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
+from harness.profiling.kernel_facts import PHASES
 from next_steps.memory import memory_ledger as books
-from next_steps.memory.memory_ledger import LOSS, PHASES, Block, Ledger
+from next_steps.memory.memory_ledger import LOSS, Block, Ledger
 
 KEPT, TEMPORARY, WORKSPACES = "activations", "temporaries", "cuBLAS workspaces"
 PARTS = [

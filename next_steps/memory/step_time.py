@@ -30,9 +30,6 @@ from next_steps.memory.memory_ledger import Ledger, is_transfer
 from next_steps.memory.meta_step import run_step
 from next_steps.patches import offload
 
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of the first factor
-# q @ k.t() and p @ v; the backward computes the first again, and four gradients
-ATTENTION_PRODUCTS = {False: 2, True: 5}
 LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
 
@@ -56,14 +53,14 @@ class Work(Ledger):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
         name = operation.overloadpacket.__name__
         kind = name.removesuffix("_")
-        if kind in PRODUCTS:
-            first = args[PRODUCTS[kind]]
+        if kind in costs.MATMULS:
+            first = args[costs.MATMULS[kind]]
             self.product_flops += 2.0 * results.numel() * first.shape[-1]
         elif "attention" in name:
-            backward = "backward" in name
-            query, key = args[1:3] if backward else args[:2]
-            flops = ATTENTION_PRODUCTS[backward] * 2.0 * query.numel() * key.shape[-2] / 2
-            self.attention_flops["backward" if backward else "forward"] += flops
+            way = "backward" if "backward" in name else "forward"
+            query, key = args[:2] if way == "forward" else args[1:3]  # after the gradient
+            products = costs.ATTENTION_PRODUCTS[way]
+            self.attention_flops[way] += products * 2.0 * query.numel() * key.shape[-2] / 2
         elif is_transfer(operation, args):
             self.link_bytes += results.numel() * results.element_size()
         else:
@@ -129,7 +126,7 @@ def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, f
     out = calls["forward"]()
     gradient, rates = torch.randn_like(out), {}
     for name, call in calls.items():
-        flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
+        flops = costs.ATTENTION_PRODUCTS[name] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6
     return rates
 
