@@ -12,10 +12,10 @@ Bytes: each tensor whose address is loaded from counts once, each whose address 
 once more.  The addresses are followed through Triton's own code (ttir).  What the kernel reads
 again is taken from the cache, and counts as an instruction alone.
 
-Instructions: of the longest way through the machine code (nvdisasm) that never goes back, for each
-warp of each program; an outer loop once for each row.  The innermost loops that move the tensors
-turn until they have stored what the launch stores in loops, or loaded it where they store nothing.
-Left out: rare loops, which load less than half as much in a turn, and warps that diverge.
+Instructions: of the longest way through the machine code that never goes back, for each warp of
+each program; an outer loop once for each row.  The innermost loops that move the tensors turn until
+they have stored what the launch stores in loops, or loaded it where they store nothing.  Left out:
+rare loops, which load less than half as much in a turn, and warps that diverge.
 """
 
 import itertools
@@ -87,24 +87,14 @@ class Instruction(NamedTuple):
 
 
 def disassemble(binary: bytes) -> list[Instruction]:
-    """Return the instructions of a compiled kernel.
-
-    Raises:
-        UserError: this Triton brings no nvdisasm, or one that does not know the target.
-    """
+    """Return the instructions of a compiled kernel, by the nvdisasm of Triton's wheels."""
     import triton
 
-    try:
-        tool = triton.knobs.nvidia.nvdisasm
-    except RuntimeError as error:
-        raise UserError(
-            f"{error}, which Triton's wheels for Linux bring: install Triton by pip, or export "
-            "TRITON_NVDISASM_PATH"
-        ) from error
+    tool = triton.knobs.nvidia.nvdisasm.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        run = subprocess.run([tool.path, "-c", file.name], capture_output=True, text=True)
+        run = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
     if run.returncode:
         said = run.stderr.strip().splitlines()[-1]
         raise UserError(f"nvdisasm cannot read the code ({said}): use Triton 3.7 or later")
@@ -134,11 +124,8 @@ class Loop(NamedTuple):
 
 def spans(code: list[Instruction]) -> list[tuple[int, int]]:
     """Return where each loop begins and ends: a branch goes back."""
-    return [
-        (each.goes_to, i)
-        for i, each in enumerate(code)
-        if each.goes_to is not None and each.goes_to < i
-    ]
+    branches = ((each.goes_to, i) for i, each in enumerate(code) if each.goes_to is not None)
+    return [(start, end) for start, end in branches if start < end]
 
 
 def streaming_loops(code: list[Instruction]) -> list[Loop]:
@@ -163,7 +150,7 @@ def longest_way(code: list[Instruction], weights: list[float]) -> float:
     ways = [0.0] * (len(code) + 1)
     for i in reversed(range(len(code))):
         each, after = code[i], [0.0]
-        if each.goes_to is not None and each.goes_to > i:
+        if (each.goes_to or 0) > i:
             after.append(ways[each.goes_to])
         if not re.match(r"EXIT|RET\b|BRA `", each.text):  # the next instruction may follow
             after.append(ways[i + 1])

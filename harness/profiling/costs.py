@@ -109,17 +109,12 @@ def fp8_sizes(facts: ModelFacts, per_layer: int, copies: int) -> dict[str, int]:
 def least_ms(facts: ModelFacts, n_tokens: float, flops_per_token: float, ceilings: dict) -> float:
     """Return the speed of light of a training step: the milliseconds of its necessary work.
 
-    That is all FLOPs of matrix products and attention at the matmul rate (FLOPs in FP8 at the rate
-    of FP8), and then, at the copy rate, the bytes that fully fused kernels still move (the floors
-    in kernel_facts.py).
+    All FLOPs (a teacher's too) pass at the matmul rate, and then, at the copy rate, the bytes that
+    fully fused kernels still move (the floors in kernel_facts.py).  Not counted: the bytes of
+    matrix products and attention, which can pass while these compute; the embedding, the additions
+    of residuals, what a teacher moves, and the host.
 
-    Not counted: the bytes of matrix products and attention, which can pass while these compute; the
-    embedding, the additions of residuals, what a teacher moves, and the host.  So several
-    micro-batches take at least as long as one with all their tokens.
-
-    Args:
-        n_tokens: of the step, all micro-batches together, without padding.
-        flops_per_token: forward and backward, a teacher's too.
+    n_tokens: of all micro-batches together, without padding.
     """
     sizes = sizes_of(facts, round(n_tokens))
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
@@ -150,8 +145,7 @@ class Operand(NamedTuple):
 def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
     """Return the tensors among an operation's inputs, from the profiler's trace.
 
-    The trace has no dtype of a list: the model's is taken.  Of more than 30 tensors the trace has
-    nothing: such a list is AdamW's, with one tensor for each parameter.
+    The trace has no dtype of a list, and nothing at all of more than 30 tensors: those are AdamW's.
     """
     operands = []
     columns = (inputs[f"Input {name}"] for name in ("Dims", "Strides", "type"))
@@ -219,10 +213,8 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         return Cost(first.n_bytes + left * WIDTHS[first.dtype], float(first.numel))
     if kind in FILLS:
         return Cost(first.n_bytes, 0.0)
-    if kind == "copy":
-        return Cost(read, 0.0)
-    if kind == "cat":
-        return Cost(2.0 * read, 0.0)
+    if kind in ("copy", "cat"):
+        return Cost(read * (1.0 if kind == "copy" else 2.0), 0.0)
     if kind in ROW_PICKS | PICKS:
         (index,) = (o for o in operands if o.dtype in INTEGERS and o.shape)
         source = next(o for o in operands if o.dtype not in INTEGERS and o.shape)

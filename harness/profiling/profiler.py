@@ -184,8 +184,7 @@ def from_idle() -> float:
 def read_trace(profiler: profile) -> dict:
     """Return a profile as a Chrome trace.
 
-    The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
-    writes to a file of our own.
+    The profiler would replace a link or a device, and hides failures: it gets a file of our own.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
