@@ -19,22 +19,12 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_8b_config_is_llama_3_1():
     config = architecture.llama_3_1_8b_config()
     published = {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131_072,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-    }
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
+    }  # fmt: skip
     assert {name: getattr(config, name) for name in published} == published
     assert config.rope_parameters == {
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
