@@ -50,24 +50,18 @@ KIND_OF_PART = {
     "Model": "embedding",
     "ForCausalLM": LOSS,
 }
-KIND_OF_FUNCTION = {
-    **{
-        f.part(part).forward: kind for f in FAMILIES.values() for part, kind in KIND_OF_PART.items()
-    },
-    **{f.modeling.apply_rotary_pos_emb: "q and k, rotated" for f in FAMILIES.values()},
-    apply_kernels.Attention.forward: "attention",
-    apply_kernels.attend: "attention",
-    apply_kernels.DecoderLayer.compute: "residual stream",
-    apply_kernels.ForCausalLM.forward: LOSS,
-    **{
-        pkgutil.resolve_name(function): kind
-        for row in ROWS
-        for function, kind in row.allocates.items()
-    },
-}
+KINDS_OF_FUNCTIONS = [
+    *((f.part(p).forward, kind) for f in FAMILIES.values() for p, kind in KIND_OF_PART.items()),
+    *((f.modeling.apply_rotary_pos_emb, "q and k, rotated") for f in FAMILIES.values()),
+    (apply_kernels.Attention.forward, "attention"),
+    (apply_kernels.attend, "attention"),
+    (apply_kernels.DecoderLayer.compute, "residual stream"),
+    (apply_kernels.ForCausalLM.forward, LOSS),
+    *((pkgutil.resolve_name(f), kind) for row in ROWS for f, kind in row.allocates.items()),
+]
 KIND_OF_CODE = {
     inspect.unwrap(called_function(function)).__code__: kind
-    for function, kind in KIND_OF_FUNCTION.items()
+    for function, kind in KINDS_OF_FUNCTIONS
 }
 KINDS = [  # in the order of the tables
     *("normalization", "q and k, rotated", "v, gate, up (norm_linear)", "v, gate, up (fp8)"),
@@ -195,17 +189,19 @@ class Ledger(TorchDispatchMode):
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         """Begin a stage of the step.  Blocks that are born from now on belong to it."""
         self.sample()  # a sample is of one stage
-        is_first = (phase, layer) in ((None, None), ("forward", None))
-        if is_first and self.stage[0] != "backward":  # after it: the next micro-batch's forward
-            self.began, self.samples = self.time, []
-            self.forwards = []  # of each micro-batch: the moments of its beginning and end
-        if is_first:
+        if (phase, layer) in ((None, None), ("forward", None)):
             self.forward_began = self.time
+            if self.stage[0] != "backward":  # after it: the next micro-batch's forward
+                self.begin_step()
         if phase == "backward" and self.stage[0] == "loss":
             self.forwards.append((self.forward_began, self.time))
         self.stage = phase, layer
         if not self.samples:  # with nothing but what was there before
             self.sample()
+
+    def begin_step(self) -> None:
+        self.began, self.samples = self.time, []
+        self.forwards = []  # of each micro-batch: the moments of its beginning and end
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Claim the gradients; before the optimizer is made, whose hooks may free them."""

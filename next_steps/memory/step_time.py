@@ -40,14 +40,13 @@ class Work(Ledger):
         self.sizes = sizes
         super().__init__()
 
-    def enter(self, phase: str | None, layer: int | None = None) -> None:
-        if (phase, layer) in ((None, None), ("forward", None)):  # a new step
-            self.product_flops = 0.0
-            self.attention_flops = {"forward": 0.0, "backward": 0.0}
-            self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
-            self.link_bytes = 0  # between the GPU and the host
-            self.launches.clear()
-        super().enter(phase, layer)
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.product_flops = 0.0
+        self.attention_flops = {"forward": 0.0, "backward": 0.0}
+        self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
+        self.link_bytes = 0  # between the GPU and the host
+        self.launches.clear()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
