@@ -308,10 +308,9 @@ def test_with_lora_fp8_takes_two_products_of_frozen_weights_but_for_the_first_in
 
 
 def test_what_fp8_quantizes_and_transposes_in_a_step():
-    """By hand: docs/fp8_layer.md has the numbers per token."""
-    of_all, none = (
-        sizes_of_8b(seq_len=512, kernels=("fused_layer",), fp8=f) for f in ("all", None)
-    )
+    """By hand: docs/fp8_casts.md has the numbers per token."""
+    plain = {"seq_len": 512, "kernels": ("fused_layer",)}
+    of_all, none = sizes_of_8b(**plain, fp8="all"), sizes_of_8b(**plain)
     assert of_all.quantized == WEIGHTS + TOKENS * (2 * X + QKV + 2 * X)
     assert of_all.transposed == WEIGHTS * 3 / 2 + TOKENS * 69_632  # weights come in as bf16
     assert none.quantized == none.transposed == 0
