@@ -221,17 +221,27 @@ def test_matmul_and_fused_attention_are_known_by_name_in_both_directions(t):
 
 
 def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward_event(t):
-    t.call("TritonRMSNormFunction", "_rmsnorm_fwd_kernel", 1.0, seq=1)
-    t.call("FusedCrossEntropyFunction", "_cross_entropy_fwd_kernel", 2.0, seq=2)
+    """Matrix products inside them are matrix products."""
+    t.call("FusedCrossEntropyFunction", "_cross_entropy_fwd_kernel", 1.0, seq=2)
     with t.backward("FusedCrossEntropyFunctionBackward", seq=2):
-        t.launch("_cross_entropy_bwd_kernel", 4.0)
-    with t.backward("TritonRMSNormFunctionBackward", seq=99):
-        t.launch("_rmsnorm_bwd_kernel", 8.0)
-        t.call("aten::sum", "reduce", 16.0)
+        t.launch("_cross_entropy_bwd_kernel", 2.0)
+    with t.range("forward"), t.op("SwiGLULinearFunction", seq=1):
+        t.launch("_swiglu_fwd_kernel", 4.0)
+        t.call("aten::mm", "nvjet_hsh", 8.0)
+    with t.backward("SwiGLULinearFunctionBackward", seq=1):
+        t.call("aten::mm", "nvjet_hsh", 16.0)
+        t.launch("_swiglu_bwd_kernel", 32.0)
+    with t.backward("NormLinearFunctionBackward", seq=99):
+        t.call("aten::addmm_", "nvjet_hsh", 64.0)
+        t.launch("_rmsnorm_bwd_kernel", 128.0)
+        t.call("aten::add_", "vectorized_elementwise", 256.0)  # the residual's gradient
+        t.call("aten::sum", "reduce", 512.0)
     profile = t.attribute()
-    assert found(profile) == {"normalization": 25.0, "loss": 6.0}
-    assert operations(profile)[0] == {"name": "aten::sum", "us": 16.0, "calls": 1}
-    assert {"name": "TritonRMSNormFunctionBackward", "us": 8.0, "calls": 1} in operations(profile)
+    assert found(profile) == {
+        "loss": 3.0, "activation": 36.0, "matmul": 88.0, "normalization": 128.0 + 256 + 512
+    }  # fmt: skip
+    assert operations(profile)[0] == {"name": "aten::sum", "us": 512.0, "calls": 1}
+    assert {"name": "NormLinearFunctionBackward", "us": 128.0, "calls": 1} in operations(profile)
 
 
 LESSONS = {row.lesson: row.category for row in ROWS}
@@ -256,28 +266,6 @@ def test_a_kernel_of_ours_or_nccls_is_known_by_its_name_wherever_it_is_launched(
     profile = t.attribute()
     assert found(profile) == {KNOWN[kernel]: 7.0}
     assert phases(profile) == {"forward": 1.0, "backward": 2.0, "other": 4.0}
-
-
-def test_matrix_products_inside_our_functions_are_matrix_products(t):
-    with t.range("forward"):
-        with t.op("NormLinearFunction", seq=1):
-            t.launch("_rmsnorm_fwd_kernel", 1.0)
-            t.call("aten::mm", "nvjet_hsh", 2.0)
-        with t.op("SwiGLULinearFunction", seq=2):
-            t.launch("_swiglu_fwd_kernel", 4.0)
-            t.call("aten::mm", "nvjet_hsh", 8.0)
-    with t.backward("SwiGLULinearFunctionBackward", seq=2):
-        t.call("aten::mm", "nvjet_hsh", 16.0)
-        t.launch("_swiglu_bwd_kernel", 32.0)
-    with t.backward("NormLinearFunctionBackward", seq=1):
-        t.call("aten::addmm_", "nvjet_hsh", 64.0)
-        t.launch("_rmsnorm_bwd_kernel", 128.0)
-        t.call("aten::add_", "vectorized_elementwise", 256.0)  # the residual's gradient
-    assert found(t.attribute()) == {
-        "matmul": 2.0 + 8 + 16 + 64,
-        "normalization": 1.0 + 128 + 256,
-        "activation": 36.0,
-    }
 
 
 def test_reducing_a_broadcast_gradient_is_the_norms_and_adding_two_paths_is_nobodys(t):

@@ -71,7 +71,7 @@ def waiting(
     return record | {"timeline": {"step_ms": 1.01, **idle}}
 
 
-def test_flops_of_fp8_are_judged_by_its_own_ceiling():
+def test_fp8_has_a_ceiling_of_its_own_and_the_power_stands_beside_the_ceilings():
     record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6) | {"fp8_flops": 6e6})
     record["ceilings"]["fp8_tflops"] = 0.2
     (matmul,) = diagnose.judge_categories(record).values()
@@ -81,10 +81,7 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
     del record["ceilings"]["fp8_tflops"]  # of a CPU
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(8e6 / 0.1e6)
-
-
-def test_the_power_of_the_steps_stands_beside_the_ceilings():
-    record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6))
+    # the power of the steps stands beside the ceilings
     assert "Power" not in profile_tables.diagnosis(record)
     reading = {"watts": 690.0, "mhz": 1500.0, "readings": 9}
     for power, said in ((reading, "690 W at 1,500 MHz"), (None, "not known (")):
@@ -130,7 +127,7 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
     assert in_use.advice == "its kernel is on; benchmark_kernels.py --kernel adamw"
 
 
-def test_no_part_gains_more_than_the_step_that_it_was_measured_in():
+def test_no_part_gains_more_than_the_step_it_was_measured_in_and_none_at_its_ceiling():
     """A CPU's step under the profiler may take a hundred times as long as the others, or the
     other way round; a GPU's kernels may run beside each other."""
     optimizer = part(64_000.0, n_bytes=8e3)
@@ -138,20 +135,10 @@ def test_no_part_gains_more_than_the_step_that_it_was_measured_in():
     for device, gain in (("CPU", -100 * (64 - 0.007 / 0.9) / 80), ("CUDA", -100.0)):
         profile = record | {"device": device, **({"timeline": None} if device == "CPU" else {})}
         assert f"step {gain:.1f} % (Amdahl)" in profile_tables.diagnosis(profile)
-
-
-def test_a_part_at_its_ceiling_has_nothing_to_gain():
-    record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))
+    record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))  # at its ceiling
     assert diagnose.ranking(record) == []
     nothing = "no part of it could make the step 0.1 % shorter."
     assert profile_tables.diagnosis(record).endswith(nothing)
-
-
-@pytest.mark.parametrize("flag", ["cuda_graph", "pack", "offload"])
-def test_a_graph_is_advised_only_where_there_can_be_one(flag):
-    record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0) | {"busy_us": 700.0}
-    advised = [diagnose.losses(each)[0].advice for each in (record, record | {flag: True})]
-    assert advised == [diagnose.CUDA_GRAPH, diagnose.MORE_TOKENS]
 
 
 def test_idle_time_is_a_cost_of_its_own_without_the_waiting_that_the_recording_adds():
@@ -165,6 +152,8 @@ def test_idle_time_is_a_cost_of_its_own_without_the_waiting_that_the_recording_a
     what_to_do = profile_tables.decision(record, [launches])[1]
     assert "finetune_optimized.py --kernels all --cuda-graph" in what_to_do
     assert "0.0 ms instead of 0.2: step -18.0 %" in text
+    for flag in ("cuda_graph", "pack", "offload"):  # where there can be no graph
+        assert diagnose.losses(record | {flag: True})[0].advice == diagnose.MORE_TOKENS
     assert "about 9.9 us from one launch to the next" in text
     record["timeline"]["step_ms"] = 1.25  # 1.00 unrecorded, in 0.90 of which the GPU is busy
     record["busy_us"] = 900.0
