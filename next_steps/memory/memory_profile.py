@@ -218,32 +218,28 @@ def plot(record: dict, path: str) -> None:
     """Draw the parts over the step as stacked areas, with the phases and the peak, as one PNG."""
     line = record["timeline"]
     unit_name, unit = tables.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
-    others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
-    areas = {part: values for part, values in line["parts"].items() if part in COLORS}
-    areas["other"] = map(sum, others)
-    areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
-    heights = [sum(values) for values in zip(*areas.values())]
-    # the place of each point; each phase of every micro-batch with its beginning and end
-    at, end, phases = [], 0.0, []
+    areas = dict.fromkeys(COLORS, 0.0)
+    for part, values in line["parts"].items():
+        areas[part if part in COLORS else "other"] += (
+            torch.tensor(values, dtype=torch.float64) / unit
+        )
+    heights = sum(areas.values())
+    top = heights.max().item()
+    figure, axis = tables.pyplot().subplots(figsize=(11, 5.5))
+    at, end, named = [], 0.0, set()  # at: the place of each point
+    # each phase of every micro-batch
     for phase, stages in itertools.groupby(line["stages"], key=lambda stage: stage["phase"]):
         start = end
         for stage in stages:
             wide = width(stage, record["layers"])
             at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
             end += wide
-        phases.append((phase, start, end))
-
-    figure, axis = tables.pyplot().subplots(figsize=(11, 5.5))
-    colors = [COLORS[part] for part in areas]
-    axis.stackplot(at, *areas.values(), labels=areas, colors=colors, linewidth=0)
-    top = max(heights)
-    named = set()
-    for phase, start, stop in phases:
         axis.axvline(start, color="black", linestyle=":", linewidth=1)
         if phase not in named:
-            axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+            axis.text((start + end) / 2, 1.22 * top, phase, ha="center", va="top")
         named.add(phase)
-    peak_at = at[heights.index(top)]
+    axis.stackplot(at, *areas.values(), labels=areas, colors=COLORS.values(), linewidth=0)
+    peak_at = at[heights.argmax()]
     axis.plot(peak_at, top, "v", color="black")
     beside, side = (6, "left") if peak_at < end / 2 else (-6, "right")
     axis.annotate(
