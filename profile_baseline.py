@@ -22,8 +22,6 @@ harness/profiling/diagnose.py.
 
 import argparse
 import itertools
-import statistics
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,7 +132,7 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
     take_step, idle = stepping.training_step, None
     if graph:
         take_step = stepping.captured_step(*of_step, timed[0], stream)
-    measured = time_steps(of_step, timed, take_step)
+    measured = profiler.time_steps(*of_step, timed, take_step)
     if HAS_GPU:
         replayed, idle = profiler.timeline(*of_step, profiled[:2], take_step)
     if graph:
@@ -158,22 +156,6 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
             "trace_bytes": trace_bytes,
         },
     )
-
-
-def time_steps(of_step: tuple, steps: list, take_step: Callable) -> dict:
-    """Return times, peak memory and power of steps without the profiler, for the record."""
-    from harness.cli.device import HAS_GPU
-    from harness.steps import parallel, power, stepping, timing
-
-    with power.PowerMeter() as meter:
-        clocked = [stepping.timed_step(*of_step, batches, take_step) for batches in steps]
-    step_ms = [1e3 * seconds for _, seconds in clocked]
-    return {
-        **({"power": meter.reading()} if HAS_GPU else {}),
-        "step_ms": step_ms,
-        "median_step_ms": statistics.median(step_ms),
-        "peak_memory_bytes": int(max(parallel.gather(timing.peak_memory_bytes()))[0]),
-    }
 
 
 def render(record: dict) -> str:
