@@ -143,19 +143,16 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
     loading = profiler.measure_loading(
         training.loader, lambda step: take_step(*of_step, step), measured["median_step_ms"]
     )
-    return (
-        profile,
-        trace,
-        {
-            **({"busy_us": idle["busy_us"]} if graph else {}),
-            "timeline": idle,
-            "loading": loading,
-            **measured,
-            "profiled_step_ms": profiled_ms,
-            "resting_memory_bytes": resting_memory,
-            "trace_bytes": trace_bytes,
-        },
-    )
+    measured |= {
+        "timeline": idle,
+        "loading": loading,
+        "profiled_step_ms": profiled_ms,
+        "resting_memory_bytes": resting_memory,
+        "trace_bytes": trace_bytes,
+    }
+    if graph:
+        measured["busy_us"] = idle["busy_us"]
+    return profile, trace, measured
 
 
 def render(record: dict) -> str:
