@@ -47,11 +47,11 @@ def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
     if args.ladder:
         from next_steps.studies import ladder
 
-        ladder.climb(workload, record_to=args.json, plot_to=args.plot)
+        ladder.run_ladder(workload, args.json, args.plot)
     elif args.longest:
-        from next_steps.studies import longest
+        from next_steps.studies import frontier
 
-        longest.find(workload, record_to=args.json)
+        frontier.find_longest(workload, args.json)
     elif args.opponent:
         from next_steps.finetuning import opponents
 

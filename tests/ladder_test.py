@@ -149,7 +149,7 @@ def climb_in_a_made_up_world(
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
     def run_script(script, workload, *flags):
-        calls.append((script, *ladder.how(workload), *flags))
+        calls.append((script, *ladder.own_flags(workload), *flags))
         if script == "profile_baseline.py":
             return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
         if workload.opponent == "liger" and not liger:
@@ -163,9 +163,10 @@ def climb_in_a_made_up_world(
         }  # fmt: skip
 
     monkeypatch.setattr(ladder, "run_script", run_script)
-    monkeypatch.setattr(ladder, "HAS_GPU", has_gpu)
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", has_gpu)
+    monkeypatch.setattr(run_records, "environment", lambda: MADE_UP)
     path = tmp_path / "ladder.json"
-    ladder.climb(small_workload(*flags), record_to=str(path))
+    ladder.run_ladder(small_workload(*flags), str(path), None)
     return run_records.read_record(str(path), "ladder"), calls
 
 
@@ -289,9 +290,8 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_valida
     # minute: kernel_training_test.py has the opponents
     monkeypatch.setattr(opponents, "train", absent_opponent)
     path = tmp_path / "ladder.json"
-    flags = [*SMALL, "--ladder", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *flags])
-    finetune_optimized.main()
+    monkeypatch.setattr("sys.argv", ["ladder.py", *SMALL, "--json", str(path)])
+    ladder.main()
     record = run_records.read_record(str(path), "ladder")
     assert ladder.render(record) in capsys.readouterr().out
     names = ["baseline", *(rung.name for rung in ladder.RUNGS)]
