@@ -53,7 +53,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, parallel, power, stepping, timing
+    from harness.steps import communication, measured, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
     from next_steps.patches import apply_kernels, fp8_model, patched_model
 
@@ -88,14 +88,11 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         if graph:
             profile, profiled_ms = profile_operations()
             trace = profiler.read_trace(profile)
-        if HAS_GPU:
-            torch.cuda.reset_peak_memory_stats()
+        timing.reset_peak_memory()
         if graph:
             take_step = stepping.captured_step(called, optimizer, timed[0], stream)
         with power.PowerMeter() as meter:
-            clocked = [stepping.timed_step(called, optimizer, step, take_step) for step in timed]
-        step_ms = [1e3 * seconds for _, seconds in clocked]
-        peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
+            step_ms, peak_memory = measured.time_steps(called, optimizer, timed, take_step)
         if HAS_GPU:
             replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
         if graph:

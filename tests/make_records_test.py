@@ -10,12 +10,13 @@ from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
-from next_steps.studies import fp8_study
+from next_steps.studies import fp8_study, ladder
 from tools import make_records
 from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
 
 COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
+LADDER = "next_steps.studies.ladder"
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
@@ -26,6 +27,8 @@ def workload_of(script, flags, monkeypatch) -> Workload:
         args = profile_baseline.parse_args()
     elif script == OPTIMIZED:
         args = finetune_options.parse_args("")
+    elif script == LADDER:
+        args = ladder.parse_args()
     else:
         args = finetune_parser("").parse_args()
     return Workload.from_flags(args, on_gpu=True)
@@ -34,7 +37,7 @@ def workload_of(script, flags, monkeypatch) -> Workload:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
-    if script in (PROFILE, BASELINE, OPTIMIZED):
+    if script in (PROFILE, BASELINE, OPTIMIZED, LADDER):
         workload_of(script, flags, monkeypatch)
     elif name in CHECKS:
         assert script == f"{name}.py" and not flags
@@ -63,7 +66,7 @@ def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
     assert made.differences(listed) == []
     assert made.opponent == listed.opponent
     expected = () if made.opponent else listed.kernels  # which are the flag's default
-    assert "--ladder" in flags or made.kernels == expected  # a ladder has all of them
+    assert script == LADDER or made.kernels == expected  # a ladder has all of them
     assert record.get("steps") == listed.steps
 
 

@@ -321,7 +321,6 @@ def parse_args() -> argparse.Namespace:
         raise UserError("--plot draws memory against time: leave --plot or --longest out")
     if not args.longest and (rest := args.given - {"model", "random_init", "json", "plot"}):
         raise UserError(f"{flag_name(min(rest))} is for --longest: add it, or leave the flag out")
-    command_line.require_one_process()
     check_outputs(args)
     return args
 

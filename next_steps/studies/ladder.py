@@ -9,6 +9,7 @@ come the runs to compare them with: baseline and the playbook's two kernels as C
 others offer.  Each run has a process of its own.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -269,13 +270,16 @@ def plot(records: list[dict], path: str) -> None:
     tables.save_plot(figure, path)
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     of_some_runs = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
     shared = {flag: row for flag, row in OF_TRAINING.items() if flag not in of_some_runs}
     shared |= {flag: OF_FINETUNING[flag] for flag in ("--steps", "--lr")}
     drawn = {"--plot": flags.row("time and memory of each run, as a picture", metavar="FILE.png")}
-    args = flags.Parser(__doc__, shared, drawn).parse_args()
-    command_line.require_one_process()
+    return flags.Parser(__doc__, shared, drawn).parse_args()
+
+
+def main() -> None:
+    args = parse_args()
     check_outputs(args)
     from harness.cli.device import HAS_GPU
 
