@@ -10,7 +10,7 @@ from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
-from next_steps.studies import fp8_study, ladder
+from next_steps.studies import fp8_accuracy, ladder
 from tools import make_records
 from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
 from tools.page_records import RESULTS
@@ -44,9 +44,9 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
     elif script == "benchmark_kernels.py":
         assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
     else:
-        assert script == "next_steps.studies.fp8_study"
+        assert script == "next_steps.studies.fp8_accuracy"
         monkeypatch.setattr("sys.argv", [script, *flags])
-        assert fp8_study.parse_args().study in name
+        assert fp8_accuracy.parse_args().study in name
 
 
 def test_the_list_has_every_kernels_benchmark():

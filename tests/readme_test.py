@@ -24,7 +24,7 @@ import profile_baseline
 from exercises import check
 from next_steps.comparisons import sweep_kernels
 from next_steps.hugging_face import kernel_repository, sft
-from next_steps.studies import fp8_study, frontier, ladder, scaling
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling
 from tests import packaged_model
 from tools import (
     compile_check,
@@ -67,7 +67,7 @@ MODULES = {
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
     "exercises.check": check,
-    "next_steps.studies.fp8_study": fp8_study,
+    "next_steps.studies.fp8_accuracy": fp8_accuracy,
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.ladder": ladder,
     "next_steps.hugging_face.kernel_repository": kernel_repository,

@@ -7,7 +7,7 @@
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
-random weights; the largest needs 117 GB of GPU memory.  fp8_study needs a model with trained
+random weights; the largest needs 117 GB of GPU memory.  fp8_accuracy needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
 wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
 So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
@@ -27,6 +27,7 @@ from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
 
 HERE = Path(__file__).parents[1]
+ACCURACY = "next_steps.studies.fp8_accuracy --model runs/smollm2"
 SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
 PROFILE, BASELINE, OPTIMIZED = (
     f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
@@ -119,7 +120,7 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
         "--steps 12",
         "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
-        "lora_accuracy": "next_steps.studies.fp8_study lora --model runs/smollm2 --jobs 15",
+        "lora_accuracy": f"{ACCURACY} lora --jobs 15",
         "lora_fp8_bf16_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "lora_fp8_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --fp8 --steps 4",
     },
@@ -134,7 +135,7 @@ RUNS: dict[str, dict[str, str]] = {
         "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
         "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
         "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
-        "moments_accuracy": "next_steps.studies.fp8_study moments --model runs/smollm2 --jobs 10",
+        "moments_accuracy": f"{ACCURACY} moments --jobs 10",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",
@@ -154,7 +155,7 @@ RUNS: dict[str, dict[str, str]] = {
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
-        "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",
+        "fp8_accuracy": f"{ACCURACY} accuracy --jobs 15",
     },
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{PROFILE} --estimate {w}" for e, w in ESTIMATED.items()},

@@ -10,7 +10,7 @@ from harness.profiling import profile_comparison
 from harness.training import training_run
 from next_steps.comparisons import sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, scaling_tables
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
 from tools import instruction_count
 from tools.page_records import COLUMNS, load
 
@@ -34,7 +34,7 @@ def render(names: list[str]) -> str:
         "ladder": ladder.render,
         "frontier": frontier.render,
         "longest": frontier.render_longest,
-        "fp8_accuracy": fp8_study.render_accuracy,
+        "fp8_accuracy": fp8_accuracy.render,
         "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }

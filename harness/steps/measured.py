@@ -15,15 +15,15 @@ Steps = Iterable[list[Batch]]  # the micro-batches of each step
 def measure(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, warmup: Steps, timed: Steps
 ) -> dict:
-    """Return `step_ms` of each timed step and their `peak_memory_bytes`, or a `failure`.
+    """Return `step_ms` of each timed step and the `peak_memory_bytes` of all, or a `failure`.
 
-    A step that does not fit ends it; the model then has no gradients.  Of several processes the
+    The step that does not fit is the last one, and leaves no gradients.  Of several processes the
     slowest one counts, and the one with the most memory.
     """
+    timing.reset_peak_memory()
     try:
         for batches in warmup:
             stepping.timed_step(model, optimizer, batches)
-        timing.reset_peak_memory()
         step_ms, peak = time_steps(model, optimizer, timed)
     except (RuntimeError, HostMemoryError) as error:
         return failure_of(error)
