@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,8 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS, finetune_parser
+from harness.cli.flags import OPPONENTS
 from harness.cli.workload import Workload
-from harness.model import architecture
-from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
 from next_steps import finetune_options
@@ -113,7 +110,7 @@ def test_the_picture_has_every_rung_and_what_was_predicted(tmp_path, pyplot):
     colours = [to_hex(bar.get_facecolor()).upper() for bar in times.patches]
     grey, blue, orange = ladder.BASELINE_COLOUR, ladder.OPPONENT_COLOUR, ladder.OUR_COLOUR
     assert colours == [grey, blue, orange, orange, grey]
-    assert list(times.lines[-1].get_xdata()) == [75.0, 70.0]
+    assert list(times.lines[-1].get_xdata()) == [None, None, 75.0, 70.0, None]
     assert (times.get_title("left"), second.get_title("left")) == ("4 x 2 tokens", "4 x 3 tokens")
 
 
@@ -129,19 +126,7 @@ def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
 # ---------------------------------------------------------------- the prediction
 
 
-def test_sizes_are_bytes_of_one_pass():
-    config = architecture.llama_3_1_8b_config()
-    bf16 = small_workload("--dtype", "bf16", "--batch-size", "2", "--seq-len", "512")
-    sizes, tokens = sizes_of(config, bf16), 1024
-    assert sizes.weights == 2 * 8_030_261_248
-    assert sizes.stream == 2 * 32 * tokens * 4096
-    assert sizes.heads == 2 * 32 * tokens * (32 + 8) * 128
-    assert sizes.inner == 2 * 32 * tokens * 14_336
-    assert sizes.logits == 2 * tokens * 128_256
-    assert sizes_of(config, replace(bf16, dtype="fp32")).inner == 2 * sizes.inner
-
-
-def climb_in_a_made_up_world(
+def ladder_of_a_made_up_gpu(
     monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path, *flags: str
 ) -> tuple:
     """(record, calls of run_script): a run takes the next of these times, then 50 ms."""
@@ -173,7 +158,7 @@ def climb_in_a_made_up_world(
 def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp_path):
     """A category's time, less what its remaining bytes take at 0.5 GB/s (500,000 bytes/ms)."""
     times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 81.0, 60.0]
-    record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
+    record, _ = ladder_of_a_made_up_gpu(monkeypatch, times, True, True, tmp_path)
     tokens, width = 8, 4
     stream, heads = 2 * tokens * 64 * width, 2 * tokens * (4 + 2) * 16 * width
     inner, logits, weights = 2 * tokens * 160 * width, tokens * 257 * width, 119_232 * width
@@ -197,7 +182,7 @@ def test_a_gain_is_predicted_from_the_profile_and_the_copy_rate(monkeypatch, tmp
 
 def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
     times = [100.0, 90.0, 85.0, 84.0, 83.0, 82.0, 5.0, 4.0]
-    record, _ = climb_in_a_made_up_world(monkeypatch, times, True, True, tmp_path)
+    record, _ = ladder_of_a_made_up_gpu(monkeypatch, times, True, True, tmp_path)
     graph = record["rungs"][7]
     assert graph["name"] == "cuda_graph" and graph["predicted_ms"] == pytest.approx(5.0)
 
@@ -205,7 +190,7 @@ def test_a_graph_is_not_predicted_to_be_slower(monkeypatch, tmp_path):
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_path, has_gpu, capsys):
     world = [], has_gpu, False, tmp_path, "--dtype", "bf16"
-    record, calls = climb_in_a_made_up_world(monkeypatch, *world)
+    record, calls = ladder_of_a_made_up_gpu(monkeypatch, *world)
     names = [rung.name for rung in ladder.RUNGS]
     assert [script for script, *_ in calls[:2]] == ["profile_baseline.py", "finetune_baseline.py"]
     ours, two = "finetune_optimized.py", ("--kernels", "rmsnorm,cross_entropy")
@@ -259,7 +244,7 @@ def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
     monkeypatch, tmp_path, capsys, flags, support, said
 ):
     monkeypatch.setattr(fp8_model, "fp8_support", lambda: support)
-    record, calls = climb_in_a_made_up_world(monkeypatch, [], True, True, tmp_path, *flags)
+    record, calls = ladder_of_a_made_up_gpu(monkeypatch, [], True, True, tmp_path, *flags)
     assert not any("--fp8" in call for call in calls)
     (absent,) = record["absent"]
     assert absent.startswith(f"all kernels, fp8: {said}")
@@ -312,17 +297,6 @@ def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
     assert record["kind"] == "finetune" and Workload.from_record(record) == workload
 
 
-@pytest.mark.exhaustive
-def test_a_script_that_fails_is_one_sentence_with_its_own_message():
-    workload = replace(small_workload("--model", "/nowhere/at/all"), kernels=("rmsnorm",))
-    with pytest.raises(command_line.RunError) as caught:
-        ladder.run_script("finetune_optimized.py", workload)
-    assert str(caught.value) == (
-        "finetune_optimized.py --kernels rmsnorm failed: error: the directory /nowhere/at/all "
-        "does not exist"
-    )
-
-
 CUDA_SAYS_MORE = "a warning\nerror: the sentence\n[W] a graph was not recorded to its end\n"
 
 
@@ -334,25 +308,7 @@ CUDA_SAYS_MORE = "a warning\nerror: the sentence\n[W] a graph was not recorded t
 def test_a_script_that_fails_or_dies_is_one_sentence(monkeypatch, code, said, reason):
     failed = argparse.Namespace(returncode=code, stdout="", stderr=said)
     monkeypatch.setattr(command_line, "run_child", lambda command: failed)
-    with pytest.raises(command_line.RunError, match=rf"^profile_baseline\.py failed: {reason}$"):
-        ladder.run_script("profile_baseline.py", small_workload())
-
-
-def test_a_flag_reaches_only_the_scripts_that_know_it(monkeypatch):
-    commands = []
-
-    def run(command):
-        commands.append(command)
-        Path(command[-1]).write_text("{}")
-        return argparse.Namespace(returncode=0)
-
-    monkeypatch.setattr(command_line, "run_child", run)
-    workload = small_workload("--random-init", "--lr", "0.25")
-    profiled = replace(workload, steps=None, lr=None)
-    ladder.run_script("profile_baseline.py", profiled, "--trace", "x")
-    ladder.run_script("finetune_baseline.py", workload)
-    profile, finetune = ([str(part) for part in command[2:-1]] for command in commands)
-    assert "--random-init" in profile and "--random-init" in finetune
-    assert "--steps" not in profile and "--lr" not in profile
-    assert profile_baseline.parse_args([*profile, "FILE"]).trace == "x"
-    assert finetune_parser("").parse_args([*finetune, "FILE"]).lr == 0.25
+    workload = replace(small_workload(), kernels=("rmsnorm",))
+    with pytest.raises(command_line.RunError) as caught:
+        ladder.run_script("finetune_optimized.py", workload)
+    assert str(caught.value) == f"finetune_optimized.py --kernels rmsnorm failed: {reason}"

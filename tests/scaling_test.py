@@ -21,8 +21,6 @@ from next_steps.studies.scaling_tables import Size
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
-from tools import page_records, page_step_tables
-from tools.page_outputs import COLUMNS
 
 
 def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50, accumulate=1) -> dict:
@@ -61,10 +59,9 @@ TWO = record(
 
 
 def written(folder, *records) -> list[str]:
-    paths = [folder / f"{i}.json" for i in range(len(records))]
-    for path, each in zip(paths, records):
-        path.write_text(json.dumps(each))
-    return [str(path) for path in paths]
+    for i, each in enumerate(records):
+        (folder / f"{i}.json").write_text(json.dumps(each))
+    return [str(folder / f"{i}.json") for i in range(len(records))]
 
 
 def test_a_row_beside_that_of_one_process_and_of_liger():
@@ -101,32 +98,16 @@ def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
     assert scaling_tables.crossover(two, "baseline") == scaling_tables.crossover(TWO, "baseline")
 
 
-def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
+def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path):
+    paths, picture = written(tmp_path, ONE, record(ONE["rows"], 2)), tmp_path / "scaling.png"
+    outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
+    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
     paths = written(tmp_path, ONE, TWO, TWO | {"parallel": "ddp"})
-    picture = tmp_path / "scaling.png"
     outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
     assert outcome.code == 0, outcome.err
     assert "2 processes, fsdp" in outcome.out and "2 processes, ddp" in outcome.out
     assert outcome.out.count("so many tokens a GPU on: 2,048") == 2
     assert picture.stat().st_size > 0
-
-
-def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
-    ways, sizes = scaling_tables.WAYS.values(), (*scaling.SIZES[True], Size(4, 2048, 4))
-
-    def rows(*numbers) -> list[dict]:
-        return [row(way, *size[:2], *numbers, 123.4, size[2]) for way in ways for size in sizes]
-
-    one, two = record(rows(987.6, None)), record(rows(1123, 250), 2)
-    for name, each in (("1", one), ("fsdp_2", two), ("ddp_2", two | {"parallel": "ddp"})):
-        for study in ("scaling", "scaling_fp8"):
-            (tmp_path / f"{study}_{name}.json").write_text(json.dumps(each))
-    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
-    table = page_step_tables.TABLES["scaling"]("fsdp")
-    assert len(table.splitlines()) == 2 + len(ways) * len(sizes)
-    assert all(len(line) <= COLUMNS for line in table.splitlines()), table
-    assert page_step_tables.TABLES["scaling"]("fsdp", "scaling_fp8") == table
-    assert "| all kernels, fsdp " in page_step_tables.TABLES["crossovers"]()
 
 
 @pytest.mark.parametrize(
@@ -168,12 +149,6 @@ def test_flags_without_effect_are_refused(run_script, tmp_path):
     ):
         outcome = run_script(scaling, *flags)
         assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
-
-
-def test_a_picture_of_what_nobody_measured_is_refused(run_script, tmp_path):
-    paths = written(tmp_path, ONE, record(ONE["rows"], 2))
-    outcome = run_script(scaling, "--compare", *paths, "--plot", str(tmp_path / "new.png"))
-    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
 
 
 def measured_as(monkeypatch, outcomes) -> list:
@@ -231,21 +206,23 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
     assert "Liger-Kernel is not installed" in absent and absent in capsys.readouterr().out
 
 
-def test_a_model_that_does_not_fit_is_too_large(monkeypatch, small_model):
-    def prepare(workload):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_out(
+    monkeypatch, small_model, tmp_path
+):
+    prepare, out = kernel_training.prepare, torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(kernel_training, "prepare", prepare)
-    (found,) = scaling.rows_of(tiny(), SIZES, {})
-    assert found == {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
+    def fill_memory(workload):
+        if not workload.fp8:
+            raise out
+        return prepare(workload)
 
-
-def test_a_gpu_without_fp8_leaves_it_out(monkeypatch, small_model, tmp_path):
-    measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
+    measured_as(monkeypatch, None)
+    monkeypatch.setattr(kernel_training, "prepare", fill_memory)
     monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
-    scaling.measure_all(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES[:1])
+    scaling.measure_all(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES)
     found = json.loads((tmp_path / "record.json").read_text())
-    assert [each["way"] for each in found["rows"]] == ["all kernels"]
+    too_large = {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
+    assert found["rows"] == [{"way": "all kernels", **too_large}]
     said = "--fp8: Old GPU is of sm_80: leave FP8 out."
     assert found["absent"] == [f"all kernels, fp8 is left out: {said}"]
 
@@ -300,9 +277,9 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
 def test_the_slowest_process_counts(monkeypatch, small_model):
     """Two processes by name; the other one's numbers are made up."""
     model, called, optimizer = kernel_training.prepare(tiny())
-    monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
+    monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(1e5 + each for each in own)])
     found = scaling.measure(called, optimizer, Size(1, 4), model.config.vocab_size)
-    assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
+    assert all(1e5 < ms < 2e5 for ms in found["step_ms"])
 
 
 def test_processes_take_different_sequences_of_one_model(monkeypatch, small_model):

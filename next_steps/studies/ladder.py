@@ -92,16 +92,12 @@ def other_runs(
 
 def profile_of(workload: Workload) -> dict:
     """Return what the ladder's record takes from the baseline's profile."""
+    profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
     with tempfile.TemporaryDirectory() as folder:
-        profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
-        trace = f"{folder}/trace.json"
-        profile = run_script("profile_baseline.py", profiled, "--trace", trace)
-    categories = profile["categories"].items()
-    return {
-        "copy_gbs": profile["ceilings"]["copy_gbs"],
-        "categories_ms": {name: part["us"] / 1e3 for name, part in categories},
-        "busy_ms": profile["busy_us"] / 1e3,
-    }
+        profile = run_script("profile_baseline.py", profiled, "--trace", f"{folder}/trace.json")
+    categories_ms = {name: part["us"] / 1e3 for name, part in profile["categories"].items()}
+    ms = {"categories_ms": categories_ms, "busy_ms": profile["busy_us"] / 1e3}
+    return {"copy_gbs": profile["ceilings"]["copy_gbs"], **ms}
 
 
 def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
@@ -240,24 +236,20 @@ def plot(records: list[dict], path: str) -> None:
     for record, (times, memory) in zip(records, axes):
         ladder, after = blocks(record)
         runs = [*ladder, *after][::-1]
-        predicted = [
-            (r["predicted_ms"], i) for i, r in enumerate(runs) if r["predicted_ms"] is not None
-        ]
-        names = ["+ " * (r["predicted_ms"] is not None) + r["name"] for r in runs]
-        for panel, what, values in (
-            (times, "time of a step, host included, ms", [r["step_ms"] for r in runs]),
-            (memory, "peak memory, GB", [r["peak_memory_bytes"] / 1e9 for r in runs]),
+        names = ["+ " * (run["predicted_ms"] is not None) + run["name"] for run in runs]
+        for panel, what, key, unit in (
+            (times, "time of a step, host included, ms", "step_ms", 1),
+            (memory, "peak memory, GB", "peak_memory_bytes", 1e9),
         ):
-            bars = panel.barh(names, values, color=[colour(r) for r in runs])
-            style = {"color": "white", "va": "center", "weight": "bold"}
-            for bar, value in zip(bars, values):
-                middle = bar.get_y() + bar.get_height() / 2
-                panel.text(0.01 * max(values), middle, f"{value:,.1f}", **style)
+            values = [run[key] / unit for run in runs]
+            bars = panel.barh(names, values, color=[colour(run) for run in runs])
+            panel.bar_label(bars, fmt="{:,.1f}", label_type="center", color="white", weight="bold")
             panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
             panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
             panel.set_xlabel(f"{what}, lower is better")
-        times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
+        style = {"color": "black", "markersize": 14, "markeredgewidth": 2}
+        times.plot([run["predicted_ms"] for run in runs], range(len(runs)), "|", **style)
         memory.set_yticks([])
         times.set_title(size_in_words(record), loc="left")
     first = records[0]
