@@ -20,7 +20,8 @@ import profile_baseline
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
-from next_steps.memory import memory_estimate
+from next_steps.finetuning import distill
+from next_steps.memory import estimate, memory_estimate, profile
 from tests.cli_test import change_config, hub_error, hub_errors, raising
 from tests.conftest import assert_refused
 
@@ -31,10 +32,10 @@ SCRIPTS = {  # name: (script, flags after --model DIR)
     "finetune_optimized": (finetune_optimized, STEPS),
     "finetune_optimized --longest": (finetune_optimized, ["--seq-len", "8", "--longest"]),
     "finetune_optimized --ladder": (finetune_optimized, [*STEPS, "--ladder"]),
-    "finetune_optimized --teacher": (finetune_optimized, [*STEPS, "--teacher", "tiny"]),
+    "distill": (distill, [*STEPS, "--teacher", "tiny"]),
     "profile_baseline": (profile_baseline, ["--seq-len", "8"]),
-    "profile_baseline --memory": (profile_baseline, ["--seq-len", "8", "--memory"]),
-    "profile_baseline --estimate": (profile_baseline, ["--seq-len", "8", "--estimate"]),
+    "memory.profile": (profile, ["--seq-len", "8"]),
+    "estimate": (estimate, ["--seq-len", "8"]),
 }
 FEW = [  # of config.json: a field, its value, what is said of it
     ("hidden_act", "never_heard_of", "never_heard_of"),
@@ -64,7 +65,7 @@ LOADS = "finetune_baseline"  # all scripts load a model by the same function
 
 @pytest.fixture
 def run(run_script, checkpoint):
-    """run("profile_baseline --estimate") -> Outcome, of that script on the checkpoint."""
+    """run("estimate") -> Outcome, of that script on the checkpoint."""
 
     def run(name: str, *flags: str):
         script, its_flags = SCRIPTS[name]

@@ -24,11 +24,13 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
+from harness.cli.flags import DEFAULT_MODEL, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
 from harness.data import dataset
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
+from next_steps.finetuning import distill, opponents
+from next_steps.memory import profile
 from tests.conftest import Outcome, assert_refused
 from tests.files_test import contents
 from tests.small_workloads import change_json, tiny_workload
@@ -100,7 +102,7 @@ def test_what_no_run_can_follow_is_refused_in_one_line(cli, flags, words):
 def test_help_lists_the_flags(cli):
     outcome = cli("--help", script=finetune_optimized)
     assert outcome.code == 0 and not outcome.err
-    for table in (OF_TRAINING, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, ["--kernels"]):
+    for table in (OF_TRAINING, OF_KERNELS, OF_OPTIMIZED, ["--kernels"]):
         assert all(flag in outcome.out for flag in table)
     assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
 
@@ -260,10 +262,10 @@ def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
 WAYS_TO_LOAD = {
     "page": (finetune_baseline, ["--data"]),
     "kernels": (finetune_baseline, ["--lora-rank", "2", "--data"]),
-    "opponent": (finetune_optimized, ["--opponent", "fused-adamw", "--data"]),
-    "student": (finetune_optimized, ["--teacher", "tiny", "--data"]),
+    "opponent": (opponents, ["--opponent", "fused-adamw", "--data"]),
+    "student": (distill, ["--teacher", "tiny", "--data"]),
     "profile": (profile_baseline, ["--data"]),
-    "memory": (profile_baseline, ["--memory", "--data"]),
+    "memory": (profile, ["--data"]),
 }
 
 
@@ -271,7 +273,7 @@ WAYS_TO_LOAD = {
 def test_unusable_data_are_refused_before_the_model_is_loaded(cli, monkeypatch, checkpoint, way):
     script, flags = WAYS_TO_LOAD[way]
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError))
-    tiny = TINY[:4] if script is profile_baseline else TINY
+    tiny = TINY[:4] if script in (profile_baseline, profile) else TINY
     given = [*tiny, "--model", str(checkpoint), *flags]
     outcome = cli(*given, "nowhere.jsonl", script=script)
     assert_refused(outcome, "cannot read nowhere.jsonl", "No such file")

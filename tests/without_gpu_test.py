@@ -16,6 +16,8 @@ from harness.cli import tables
 from harness.cli.workload import Workload
 from harness.model.config_file import load_config
 from next_steps import finetune_options
+from next_steps.comparisons import compare_profiles
+from next_steps.memory import estimate, profile
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
 from tools import page_outputs
@@ -46,7 +48,7 @@ def commands() -> list[list[str]]:
     scripts = "".join(block for language, block in BLOCKS if language == "bash")
     lines = (line for line in scripts.splitlines() if line.startswith("python "))
     words = (shlex.split(line, comments=True) for line in lines)
-    return [each[1:] for each in words if each[1] in TRAINING and "--compare" not in each]
+    return [each[1:] for each in words if each[1] in TRAINING]
 
 
 @needs_no_gpu
@@ -134,9 +136,9 @@ def test_what_the_tiny_model_prints_fits_a_terminal(run_script, tmp_path, monkey
         outcome = run_script(profile_baseline, *tiny, *flags)
         assert outcome.code == 0 and not too_wide(outcome.out), outcome.err
     outcomes = [
-        run_script(profile_baseline, "--compare", *runs),
-        run_script(profile_baseline, *tiny, "--memory"),
-        run_script(profile_baseline, *tiny, "--estimate", "--kernels", "all"),
+        run_script(compare_profiles, *runs),
+        run_script(profile, *tiny),
+        run_script(estimate, *tiny, "--kernels", "all"),
         *(run_script(finetune_baseline, *tiny, "--steps", "3", "--json", run) for run in runs),
         run_script(compare_runs, *runs),
         run_script(finetune_optimized, *tiny, "--kernels", "adamw", "--steps", "3"),

@@ -18,7 +18,7 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import communication, parallel, stepping, timing
-from next_steps.finetuning import kernel_training, opponents
+from next_steps.finetuning import kernel_training, opponent_models
 from next_steps.studies.scaling_tables import WAYS, Size
 
 GPU, CPU = True, False
@@ -82,7 +82,7 @@ def measure(called: Callable, optimizer, size: Size, vocabulary: int) -> dict:
 
 def rows_of(workload: Workload, sizes: Sequence[Size], record: dict) -> Iterator[dict]:
     """Yield the rows of one way, without its name, up to the first size that does not fit."""
-    prepare = opponents.prepare if workload.opponent else kernel_training.prepare
+    prepare = opponent_models.prepare if workload.opponent else kernel_training.prepare
     try:
         model, called, optimizer = prepare(workload)
     except RuntimeError as error:
