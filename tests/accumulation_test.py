@@ -25,7 +25,7 @@ from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.memory import memory_estimate, profile
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
-from next_steps.studies import longest
+from next_steps.studies import frontier
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
     TINY,
@@ -331,9 +331,9 @@ def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(recorded, monke
     real, steps = stepping.timed_step, []
     timed_step = lambda *step: steps.append(len(step[2])) or real(*step)  # noqa: E731
     monkeypatch.setattr(stepping, "timed_step", timed_step)
-    monkeypatch.setattr(longest, "LENGTH_STEP", 6)
+    monkeypatch.setitem(frontier.LENGTH_STEP, HAS_GPU, 6)
     flags = ["--longest", "--kernels", "none", "--seq-len", "6", "--accumulate", "2"]
-    record = recorded(finetune_optimized, *TINY[:4], *flags)
+    record = recorded(frontier, *TINY[:4], *flags)
     assert steps == [2] * 4 and record["accumulate"] == 2
     assert "batch 1, 2 micro-batches a step: 12 tokens" in record["printed"]
 

@@ -67,7 +67,7 @@ torchrun distill --teacher tiny
 torchrun estimate
 torchrun profile
 torchrun benchmark_kernels
-    this command is for one process and torchrun started 2
+    this script is for one process and torchrun started 2: start it alone
 torchrun opponents [{COMPILING}]
     GIVEN is for one process and torchrun started 2: take fused-adamw, rms-norm or liger
 opponents --pack [{COMPILING}]
@@ -224,7 +224,7 @@ def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
     monkeypatch.setattr(flags, "RULES", [])
     cases = []
     for command, expected in (REFUSED | dict.fromkeys(ALLOWED)).items():
-        if not (expected or "").startswith("this command"):  # which is no rule
+        if not (expected or "").startswith("this script"):  # which is no rule
             args = parsed(command, typed, monkeypatch)
             on_gpu = device.HAS_GPU or command.startswith("estimate")
             dtype = getattr(args, "dtype", None) or flags.DTYPE[device.HAS_GPU]

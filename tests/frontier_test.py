@@ -3,6 +3,7 @@
 import json
 
 from harness.cli.workload import Workload
+from harness.profiling.kernel_facts import KERNELS
 from next_steps.studies import frontier
 from tests.small_workloads import MADE_UP
 
@@ -40,7 +41,8 @@ def test_what_does_not_fit_has_its_estimate_alone(tmp_path):
 
 
 def test_all_rows_are_tried_those_of_a_kernel_set_in_a_row():
-    ways = frontier.ways_of(Workload(), on_gpu=True)
+    sets = Workload(), Workload(kernels=tuple(KERNELS))
+    ways = [way for each in sets for way in frontier.ways_of(each, on_gpu=True)]
     rows = [frontier.labels(way) for way in ways]
     assert len(rows) == 30 and len({tuple(row.values()) for row in rows}) == 30
     assert [row["kernels"] for row in rows] == ["baseline"] * 15 + ["all kernels"] * 15

@@ -20,12 +20,17 @@ from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
 from next_steps import finetune_options
-from next_steps.finetuning import opponents
+from next_steps.finetuning import opponent_models, opponents
 from next_steps.patches import fp8_model
 from next_steps.studies import ladder
 from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
+SCRIPTS[ladder.OPPONENT] = opponents
+PARSERS = {
+    ladder.OPTIMIZED: lambda: finetune_options.parse_args(""),
+    ladder.OPPONENT: opponents.parse_args,
+}
 WITHOUT_LORA = [name for name in OPPONENTS if name != "unsloth-fp8"]  # which freezes the weights
 
 
@@ -149,7 +154,7 @@ def climb_in_a_made_up_world(
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
     def run_script(script, workload, *flags):
-        calls.append((script, *ladder.how(workload), *flags))
+        calls.append((script, *ladder.own_flags(workload), *flags))
         if script == "profile_baseline.py":
             return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
         if workload.opponent == "liger" and not liger:
@@ -163,9 +168,10 @@ def climb_in_a_made_up_world(
         }  # fmt: skip
 
     monkeypatch.setattr(ladder, "run_script", run_script)
-    monkeypatch.setattr(ladder, "HAS_GPU", has_gpu)
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", has_gpu)
+    monkeypatch.setattr(run_records, "environment", lambda: MADE_UP)
     path = tmp_path / "ladder.json"
-    ladder.climb(small_workload(*flags), record_to=str(path))
+    ladder.run_ladder(small_workload(*flags), str(path), None)
     return run_records.read_record(str(path), "ladder"), calls
 
 
@@ -215,16 +221,16 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
         ("finetune_baseline.py", "--cuda-graph"),
         (ours, *two),
         (ours, *two, "--cuda-graph"),
-        *((ours, "--opponent", name) for name in WITHOUT_LORA),
-        (ours, "--cuda-graph", "--opponent", "liger"),
+        *((ladder.OPPONENT, "--opponent", name) for name in WITHOUT_LORA),
+        (ladder.OPPONENT, "--cuda-graph", "--opponent", "liger"),
         *([(*every, "--fp8", "all")] if has_gpu else []),
         (*every, "--fp8", "all", "--cuda-graph"),
     ]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     for script, *flags in calls[2:]:
-        if script == ours:
+        if script in PARSERS:
             monkeypatch.setattr("sys.argv", [script, *TINY, "--dtype", "bf16", *flags])
-            assert finetune_options.parse_args(""), "a run of the ladder is refused"
+            assert PARSERS[script](), "a run of the ladder is refused"
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
@@ -287,11 +293,10 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_valida
     monkeypatch.setattr(ladder, "run_script", run_script)
     # Liger-Kernel would stay patched into transformers for later tests, and compiling takes a
     # minute: kernel_training_test.py has the opponents
-    monkeypatch.setattr(opponents, "train", absent_opponent)
+    monkeypatch.setattr(opponent_models, "train", absent_opponent)
     path = tmp_path / "ladder.json"
-    flags = [*SMALL, "--ladder", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *flags])
-    finetune_optimized.main()
+    monkeypatch.setattr("sys.argv", ["ladder.py", *SMALL, "--json", str(path)])
+    ladder.main()
     record = run_records.read_record(str(path), "ladder")
     assert ladder.render(record) in capsys.readouterr().out
     names = ["baseline", *(rung.name for rung in ladder.RUNGS)]

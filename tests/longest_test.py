@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-import finetune_optimized
+from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.studies import longest
+from next_steps.studies import frontier
 from tests.small_workloads import MADE_UP
 
 # a dozen rows are all that Triton's interpreter gets through in a tenth of a second
@@ -22,10 +22,10 @@ def test_the_longest_sequence_from_a_record():
         "lengths": [1024, 2048], "peaks": [1, 2],
         "length_step": 1024, "stopped_by": "the GPU's memory",
     }  # fmt: skip
-    text = longest.render(record)
+    text = frontier.render_longest(record)
     assert "Longest sequence that fits, batch 1: 2,048 tokens (in steps of 1,024" in text
     assert "stopped by the GPU's memory" in text and "custom kernels: rmsnorm, adamw" in text
-    nothing = longest.render(record | {"lengths": [], "first_length": 4096, "kernels": []})
+    nothing = frontier.render_longest(record | {"lengths": [], "first_length": 4096, "kernels": []})
     assert "less than 4,096 tokens" in nothing and "custom kernels: none" in nothing
 
 
@@ -33,10 +33,10 @@ def test_the_longest_sequence_from_a_record():
 def test_the_longest_sequence_is_limited_by_the_models_positions(
     monkeypatch, tmp_path, run_script, small_model
 ):
-    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    monkeypatch.setitem(frontier.LENGTH_STEP, HAS_GPU, 4)
     path = tmp_path / "longest.json"
     flags = "rmsnorm,adamw", "--seq-len", "6", "--json", str(path)
-    outcome = run_script(finetune_optimized, *LONGEST, *flags)
+    outcome = run_script(frontier, *LONGEST, *flags)
     assert outcome.code == 0, outcome.err
     record = run_records.read_record(str(path), "longest")
     # from the next multiple of 4 on
@@ -44,7 +44,7 @@ def test_the_longest_sequence_is_limited_by_the_models_positions(
     assert record["kernels"] == ["rmsnorm", "adamw"]
     assert record["stopped_by"] == "the model's positions"
     assert "12 tokens (in steps of 4; stopped by the model's positions)" in outcome.out
-    assert longest.render(record) in outcome.out
+    assert frontier.render_longest(record) in outcome.out
 
 
 OUT_OF_MEMORY = [
@@ -55,16 +55,16 @@ OUT_OF_MEMORY = [
 
 
 def longest_until(error: Exception, fails_at: int, monkeypatch, run_script, *flags):
-    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    monkeypatch.setitem(frontier.LENGTH_STEP, HAS_GPU, 4)
     real = stepping.timed_step
 
-    def timed_step(model, optimizer, batches):
+    def timed_step(model, optimizer, batches, *how):
         if batches[0].input_ids.shape[1] == fails_at:
             raise error
-        return real(model, optimizer, batches)
+        return real(model, optimizer, batches, *how)
 
     monkeypatch.setattr(stepping, "timed_step", timed_step)
-    return run_script(finetune_optimized, *LONGEST, "none", "--seq-len", "4", *flags)
+    return run_script(frontier, *LONGEST, "none", "--seq-len", "4", *flags)
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY[1:], ids=["Triton", "cuBLAS"])
@@ -79,8 +79,7 @@ def test_the_longest_sequence_is_limited_by_memory(
 
 
 @pytest.mark.parametrize("longest_that_fits", [4, 8, 20, 36, 60, 64])
-def test_the_search_ends_at_the_longest_that_fits(longest_that_fits, monkeypatch):
-    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+def test_the_search_ends_at_the_longest_that_fits(longest_that_fits):
     fitting, too_long, bisect, tried = None, 68, False, 0
     length = 4
     while length is not None:
@@ -90,14 +89,14 @@ def test_the_search_ends_at_the_longest_that_fits(longest_that_fits, monkeypatch
             fitting = length
         else:
             too_long, bisect = length, True
-        length = longest.next_length(fitting, too_long, bisect)
+        length = frontier.next_length(fitting, too_long, bisect, 4)
     assert fitting == longest_that_fits and tried <= 9
 
 
 def test_the_step_of_the_longest_sequence_is_told(run_script, small_model, monkeypatch):
-    monkeypatch.setattr(longest, "LENGTH_STEP", 4)
+    monkeypatch.setitem(frontier.LENGTH_STEP, HAS_GPU, 4)
     flags = "none", "--seq-len", "6", "--recompute", "layer"
-    outcome = run_script(finetune_optimized, *LONGEST, *flags)
+    outcome = run_script(frontier, *LONGEST, *flags)
     assert outcome.code == 0, outcome.err
     assert "custom kernels: recompute layer" in outcome.out
     assert "tokens/s, limited by matrix products with weights: attention has" in outcome.out
@@ -106,7 +105,7 @@ def test_the_step_of_the_longest_sequence_is_told(run_script, small_model, monke
 def test_attention_limits_the_models_whole_context():
     config = architecture.llama_3_1_8b_config()
     # 6 x 32 x 4,096 x T of that and 6 x 7.5e9
-    assert longest.attention_share(config, Workload(), 131_072) == pytest.approx(0.696, abs=1e-3)
+    assert frontier.attention_share(config, Workload(), 131_072) == pytest.approx(0.696, abs=1e-3)
 
 
 def test_not_even_the_shortest_sequence_fits(monkeypatch, run_script, small_model):

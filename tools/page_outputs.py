@@ -9,7 +9,7 @@ from harness.benchmark import benchmark_tables
 from harness.training import training_run
 from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_study, frontier, ladder, scaling_tables
 from tools import instruction_count
 from tools.page_records import COLUMNS, load
 
@@ -32,7 +32,7 @@ def render(names: list[str]) -> str:
         "sweep": sweep_tables.render_sweep,
         "ladder": ladder.render,
         "frontier": frontier.render,
-        "longest": longest.render,
+        "longest": frontier.render_longest,
         "fp8_accuracy": fp8_study.render_accuracy,
         "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),

@@ -178,7 +178,7 @@ OF_PROFILER = {
     "--first-layers": row("the model's first N layers alone", type=positive_int, metavar="N"),
     "--warmup": row("unmeasured steps", type=positive_int, default=3, metavar="N"),
 }
-# What was a flag, and the command that it has become.
+# What was a flag, and the command that it has become
 COMMANDS = {
     "--ladder": "next_steps.studies.ladder",
     "--longest": "next_steps.studies.frontier --longest",
@@ -420,8 +420,8 @@ class Parser(command_line.Parser):
         again = vars(super().parse_args(args, unset))
         parsed.given = {name for name, value in again.items() if value is not absent}
         refuse(vars(parsed), parsed.given)
-        if "--parallel" not in self.flags and (n := world_size()) > 1:
-            raise UserError(f"this command is for one process and torchrun started {n}")
+        if "--parallel" not in self.flags:
+            command_line.require_one_process()
         return parsed
 
     def error(self, message: str):

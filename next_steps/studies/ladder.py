@@ -1,12 +1,15 @@
-"""Follow the profile to the floor: `finetune_optimized.py --ladder`.
+"""What does each kernel gain in a whole step, and was the gain predicted?
 
-Each rung adds one kernel; the largest cost of the profile comes first.  The baseline's profile
-predicts each rung before the rung is measured: the time of a category, minus the time in which the
-category's bytes can pass through memory at the measured copy rate (Amdahl: only that part of the
-step can go away).  After the rungs come the runs to compare them with: baseline and the playbook's
-two kernels as CUDA graphs, and what others offer.  Each run has a process of its own.
+    python -m next_steps.studies.ladder --random-init --json runs/ladder.json --plot runs/ladder.png
+
+Each rung adds one kernel; the largest cost of the baseline's profile comes first.  The profile
+predicts what a rung gains before the rung is measured: the time of the kernel's category, minus the
+time in which the necessary bytes pass through memory at the measured copy rate.  After the rungs
+come the runs to compare them with: baseline and the playbook's two kernels as CUDA graphs, and what
+others offer.  Each run has a process of its own.
 """
 
+import argparse
 import itertools
 import json
 import sys
@@ -16,76 +19,85 @@ from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
-from harness.cli.device import HAS_GPU
-from harness.cli.flags import FP8_ALL, IN_FP8, OPPONENTS, WARMUP_STEPS
+from harness.cli.flags import (
+    FP8_ALL,
+    IN_FP8,
+    OF_FINETUNING,
+    OF_TRAINING,
+    OPPONENTS,
+    WARMUP_STEPS,
+    without,
+)
+from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line, size_in_words
-from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
-from next_steps.memory.memory_estimate import try_kernels
-from next_steps.patches.fp8_model import require_fp8
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-OPTIMIZED = "finetune_optimized.py"
+OPTIMIZED, OPPONENT = "finetune_optimized.py", "next_steps.finetuning.opponents"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
+OF_SOME_RUNS = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
     """Run a script on a workload in a process of its own, and return the script's record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]
+        how = [HERE / script] if script.endswith(".py") else ["-m", script]
+        command = [sys.executable, *how, *workload.as_flags(), *flags, "--json", path]
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
             # CUDA may print more after the sentence
             sentences = [line for line in said if line.startswith("error: ")]
             reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
-            raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
+            raise RunError(f"{' '.join([script, *own_flags(workload), *flags])} failed: {reason}")
         return json.loads(path.read_text())
 
 
-def how(workload: Workload) -> list[str]:
-    """Return a workload's flags without those that all runs of a ladder share."""
-    return workload.as_flags()[len(without_kernels(workload).as_flags()) :]
+def own_flags(workload: Workload) -> list[str]:
+    """Return a run's flags without those that all runs of a ladder share, which come first."""
+    shared = replace(workload, **OF_SOME_RUNS).as_flags()
+    return workload.as_flags()[len(shared) :]
 
 
-def without_kernels(workload: Workload) -> Workload:
-    return replace(workload, kernels=(), fp8=None, cuda_graph=False, opponent=None)
+def other_runs(
+    workload: Workload, graphs: bool
+) -> tuple[list[tuple[str, str, Workload]], list[str]]:
+    """Return (name, script, workload) of the runs after the rungs, and why FP8 is left out."""
+    from harness.cli.device import HAS_GPU
+    from next_steps.patches.fp8_model import require_fp8
 
-
-def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """Return (name, script, workload) of the runs after the rungs, and why others are left out."""
-    runs, absent = [], []
-
-    def add(name: str, *, script: str = OPTIMIZED, **how) -> None:
-        run = replace(workload, **how)
-        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
-
-    two = " + ".join(PLAYBOOK_KERNELS)
-    if graphs:
-        add(BASELINE, script="finetune_baseline.py", cuda_graph=True)
-    add(two, kernels=PLAYBOOK_KERNELS)
-    if graphs:
-        add(two, kernels=PLAYBOOK_KERNELS, cuda_graph=True)
-    for opponent, title in OPPONENTS.items():
-        values = asdict(replace(workload, opponent=opponent)) | {"kernels": None}
-        if not any(flags.broken(values, None, HAS_GPU)):  # some are for LoRA alone
-            add(title, opponent=opponent)
-    if graphs:
-        add(OPPONENTS["liger"], opponent="liger", cuda_graph=True)
-        how = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}
+    two, with_two = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
+    in_fp8, graph = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}, {"cuda_graph": True}
+    ways = [
+        (BASELINE, graph),
+        (two, with_two),
+        (two, with_two | graph),
+        *((title, {"opponent": opponent}) for opponent, title in OPPONENTS.items()),
+        (OPPONENTS["liger"], {"opponent": "liger"} | graph),
+        (IN_FP8, in_fp8),
+        (IN_FP8, in_fp8 | graph),
+    ]
+    runs, absent = [], {}
+    for name, values in ways:
+        run = replace(workload, **values)
+        if not graphs and (run.cuda_graph or run.fp8):
+            continue
         try:
-            flags.refuse(asdict(replace(workload, **how)), on_gpu=HAS_GPU)
-            require_fp8()
-            for graph in (False, True):
-                add(IN_FP8, **how, cuda_graph=graph)
-        except UserError as error:
-            absent.append(f"{IN_FP8}: {error}")
-    return runs, absent
+            flags.refuse(asdict(run) | {"kernels": run.kernels or None}, on_gpu=HAS_GPU)
+            if run.fp8:
+                require_fp8()
+        except UserError as error:  # some opponents are for LoRA alone
+            absent |= {f"{name}: {error}": None} if run.fp8 else {}
+            continue
+        script = "finetune_baseline.py" if name == BASELINE else OPTIMIZED
+        script = OPPONENT if run.opponent else script
+        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
+    return runs, list(absent)
 
 
 def profile_of(workload: Workload) -> dict:
@@ -102,49 +114,52 @@ def profile_of(workload: Workload) -> dict:
     }
 
 
-def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
+def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Run the baseline, its profile, every rung and the others; print, draw and record them."""
-    workload = without_kernels(workload)
+    from harness.cli.device import HAS_GPU
+    from harness.profiling.costs import sizes_of
+    from next_steps.memory.memory_estimate import try_kernels
+
     config = try_kernels(replace(workload, kernels=tuple(KERNELS)))
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS
-    after, absent = others(workload, graphs)
-    n_runs = 2 + len(RUNGS) + graphs + len(after)
+    others, absent = other_runs(workload, graphs)
+    n_runs = 2 + len(RUNGS) + graphs + len(others)
     print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
-    environment = run_records.environment()
-    record = {"kind": "ladder", "environment": environment, "rungs": [], "absent": absent}
-    record |= profile_of(workload)
+    record = {"kind": "ladder", "environment": run_records.environment(), **workload.as_record()}
+    record |= {"rungs": [], "absent": absent, **profile_of(workload)}
 
-    def add(name: str, predicted_ms: float | None, run: dict) -> None:
+    def add_run(name: str, predicted_ms: float | None, script: str, run_of: Workload) -> dict:
+        """Run a script and add what it measured; return the script's record."""
+        run = run_script(script, run_of)
         step_ms = 1e3 * run["median_seconds"]
-        rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
-        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
+        row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+        row |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
         keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
-        rung |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
-        record["rungs"].append(rung)
+        row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
+        record["rungs"].append(row)
         print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
+        return run
 
-    baseline = run_script("finetune_baseline.py", workload)
-    record |= Workload.from_record(baseline).as_record()
+    baseline = add_run(BASELINE, None, "finetune_baseline.py", workload)
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
-    add(BASELINE, None, baseline)
-    sizes, names, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
+    sizes, kernels, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
     for rung in RUNGS:
-        names = (*names, rung.name)
+        kernels = (*kernels, rung.name)
         floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
         saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
-        add(rung.name, predicted_ms, run_script(OPTIMIZED, replace(workload, kernels=names)))
+        add_run(rung.name, predicted_ms, OPTIMIZED, replace(workload, kernels=kernels))
     if graphs:
         # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
         graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-        add(CUDA_GRAPH, predicted_ms, run_script(OPTIMIZED, graph))
-    for name, script, other in after:
+        add_run(CUDA_GRAPH, predicted_ms, OPTIMIZED, graph)
+    for name, script, other in others:
         try:
-            add(name, None, run_script(script, other))
+            add_run(name, None, script, other)
         except RunError as error:
             record["absent"].append(str(error))
     print("\n" + render(record))
@@ -263,3 +278,22 @@ def plot(records: list[dict], path: str) -> None:
         "black marks: what the baseline's profile predicted for the rung"
     )
     tables.save_plot(figure, path)
+
+
+def parse_args() -> argparse.Namespace:
+    of_some_runs = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
+    shared = without(OF_TRAINING, *of_some_runs) | without(OF_FINETUNING, "--save", "--merge")
+    drawn = {"--plot": flags.row("time and memory of each run, as a picture", metavar="FILE.png")}
+    return flags.Parser(__doc__, shared, drawn).parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    check_outputs(args)
+    from harness.cli.device import HAS_GPU
+
+    run_ladder(Workload.from_flags(args, HAS_GPU), args.json, args.plot)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

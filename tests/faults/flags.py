@@ -16,7 +16,7 @@ FAULTS = {
         ("no value is read", " if patterns else flag", " if False else flag"),
     ],
     "test_flags_that_do_not_go_together_are_refused[distill]": [
-        ("several processes start a command for one", '"--parallel" not in self.flags and', "False and"),
+        ("several processes start a command for one", '"--parallel" not in self.flags', "False"),
     ],
     "test_what_was_a_flag_is_answered_with_its_command[--teacher]": [
         ("an old flag is unknown", "if flag in COMMANDS", "if False"),
