@@ -22,6 +22,7 @@ from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
 from next_steps.finetuning import distill
 from next_steps.memory import estimate, memory_estimate, profile
+from next_steps.studies import frontier, ladder
 from tests.cli_test import change_config, hub_error, hub_errors, raising
 from tests.conftest import assert_refused
 
@@ -30,8 +31,8 @@ STEPS = ["--seq-len", "8", "--steps", "1"]
 SCRIPTS = {  # name: (script, flags after --model DIR)
     "finetune_baseline": (finetune_baseline, STEPS),
     "finetune_optimized": (finetune_optimized, STEPS),
-    "finetune_optimized --longest": (finetune_optimized, ["--seq-len", "8", "--longest"]),
-    "finetune_optimized --ladder": (finetune_optimized, [*STEPS, "--ladder"]),
+    "longest": (frontier, ["--seq-len", "8", "--longest", "--kernels", "rmsnorm,cross_entropy"]),
+    "ladder": (ladder, STEPS),
     "distill": (distill, [*STEPS, "--teacher", "tiny"]),
     "profile_baseline": (profile_baseline, ["--seq-len", "8"]),
     "memory.profile": (profile, ["--seq-len", "8"]),
@@ -100,7 +101,7 @@ OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
     "script, kernel",
     [
         *(("finetune_optimized", kernel) for kernel in OF_KERNELS),
-        ("finetune_optimized --ladder", "swiglu"),
+        ("ladder", "swiglu"),
         ("profile_baseline", "swiglu"),
     ],
 )
@@ -113,7 +114,7 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     )
     change_config(checkpoint, intermediate_size=8, **values)
     # the ladder runs them all
-    flags = [] if script.endswith("--ladder") else ["--kernels", kernel]
+    flags = [] if script == "ladder" else ["--kernels", kernel]
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
 
 

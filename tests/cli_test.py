@@ -31,6 +31,7 @@ from harness.records import run_records
 from harness.training import training_run
 from next_steps.finetuning import distill, opponents
 from next_steps.memory import profile
+from next_steps.studies import frontier
 from tests.conftest import Outcome, assert_refused
 from tests.files_test import contents
 from tests.small_workloads import change_json, tiny_workload
@@ -414,8 +415,8 @@ def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path):
 @pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
 def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
     path = str(tmp_path / "longest.json")
-    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", path
-    outcome = cli(*flags, script=finetune_optimized)
+    flags = "--model", "tiny", "--seq-len", "2", "--longest", "--json", path
+    outcome = cli(*flags, script=frontier)
     assert outcome.code == 0, outcome.err
     assert run_records.read_record(path, "longest")["lengths"] == [16, 32, 64]
     said = "(in steps of 16; stopped by the 3 lengths that are tried without a GPU)"
@@ -562,13 +563,13 @@ def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
         "time.sleep(999)\n"
     )
     code = f"""
-import pathlib, finetune_optimized
+import pathlib
 from harness.cli import command_line
 from next_steps.studies import ladder
 ladder.HERE = pathlib.Path({str(tmp_path)!r})
-command_line.run_main(finetune_optimized.main)
+command_line.run_main(ladder.main)
 """
-    command = [sys.executable, "-c", code, *TINY, "--ladder"]
+    command = [sys.executable, "-c", code, *TINY]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()
     ) as run:

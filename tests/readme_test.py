@@ -26,7 +26,7 @@ from next_steps.comparisons import compare_profiles, sweep
 from next_steps.finetuning import distill, opponents
 from next_steps.hugging_face import kernel_repository, sft
 from next_steps.memory import estimate, profile
-from next_steps.studies import fp8_study, frontier, scaling
+from next_steps.studies import fp8_study, frontier, ladder, scaling
 from tests import packaged_model
 from tools import (
     compile_check,
@@ -71,6 +71,7 @@ MODULES = {
     "exercises.check": check,
     "next_steps.studies.fp8_study": fp8_study,
     "next_steps.studies.frontier": frontier,
+    "next_steps.studies.ladder": ladder,
     "next_steps.hugging_face.kernel_repository": kernel_repository,
     "next_steps.hugging_face.sft": sft,
     "tests.packaged_model": packaged_model,

@@ -18,6 +18,7 @@ from harness.model.config_file import load_config
 from next_steps import finetune_options
 from next_steps.comparisons import compare_profiles
 from next_steps.memory import estimate, profile
+from next_steps.studies import ladder
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
 from tools import page_outputs
@@ -30,6 +31,8 @@ TRAINING = {
     "profile_baseline.py": profile_baseline.parse_args,
     "finetune_baseline.py": functools.partial(finetune_options.parse_args, "", "Baseline"),
     "finetune_optimized.py": functools.partial(finetune_options.parse_args, "", "Optimized"),
+    "next_steps.memory.estimate": estimate.parse_args,
+    "next_steps.studies.ladder": ladder.parse_args,
 }
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 
@@ -47,8 +50,9 @@ def on_a_cpu(words: list[str]) -> list[str]:
 def commands() -> list[list[str]]:
     scripts = "".join(block for language, block in BLOCKS if language == "bash")
     lines = (line for line in scripts.splitlines() if line.startswith("python "))
-    words = (shlex.split(line, comments=True) for line in lines)
-    return [each[1:] for each in words if each[1] in TRAINING]
+    words = (shlex.split(line, comments=True)[1:] for line in lines)
+    words = (each[1:] if each[0] == "-m" else each for each in words)
+    return [each for each in words if each[0] in TRAINING]
 
 
 @needs_no_gpu
