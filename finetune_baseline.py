@@ -21,7 +21,7 @@ def main() -> None:
     from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
 
     workload = Workload.from_flags(args, HAS_GPU)
-    if finetune_options.takes_over(args, workload, NAME):  # flags that lead beyond this page
+    if finetune_options.trains_otherwise(args, workload, NAME):  # flags that lead beyond this page
         return
 
     import torch

@@ -5,10 +5,7 @@
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                  # without access to the weights
     python profile_baseline.py --random-init --first-layers 1 # a trace that is quickly read
-    python profile_baseline.py --memory --plot memory.png     # what fills the memory, when
-    python profile_baseline.py --estimate                     # the same before a run, anywhere
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain
-    python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
 The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
@@ -183,31 +180,16 @@ def default_trace(workload: Workload) -> str:
 
 def main() -> None:
     args = parse_args()
-    if args.compare:
-        from harness.profiling.profile_comparison import compare
-
-        check_outputs(args)
-        return compare(*args.compare, args.plot)
-
     from harness.cli.device import HAS_GPU
 
-    # an estimate is of a run with a GPU
-    workload = Workload.from_flags(args, on_gpu=HAS_GPU or args.estimate)
-    if args.trace is None and not (args.estimate or args.memory):
+    workload = Workload.from_flags(args, HAS_GPU)
+    if args.trace is None:
         args.trace = default_trace(workload)
     check_outputs(args)
-    if args.estimate:
-        from next_steps.memory import memory_estimate
-
-        return memory_estimate.report(workload, args.json)
     if workload.fp8:
         from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
-    if args.memory:
-        from next_steps.memory import memory_profile
-
-        return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
     from harness.steps import parallel
 
     parallel.start(workload)

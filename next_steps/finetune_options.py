@@ -1,6 +1,6 @@
-"""What finetune_optimized.py can do beyond step 11: `takes_over` finds the module that does it.
+"""The flags of both fine-tuning scripts, and the training that their pages do not show.
 
-The flags: harness/cli/flags.py.  This module imports no PyTorch before a flag asks for it.
+This module imports no PyTorch before the flags are read.
 """
 
 import argparse
@@ -15,15 +15,11 @@ BASELINE, OPTIMIZED = PAGES
 
 
 def parse_args(doc: str, name: str = OPTIMIZED) -> argparse.Namespace:
-    """Return the arguments of a run's script.  --model is --teacher's unless told."""
+    """Return the arguments of a run's script."""
     parser = finetune_parser(doc)
-    if name == BASELINE:
-        return parser.parse_args()
-    add_flags(parser)
-    args = parser.parse_args()
-    if args.teacher is not None and "model" not in args.given:
-        args.model = args.teacher
-    return args
+    if name == OPTIMIZED:
+        add_flags(parser)
+    return parser.parse_args()
 
 
 def add_flags(parser: Parser) -> None:
@@ -32,41 +28,11 @@ def add_flags(parser: Parser) -> None:
     parser.add_flags(OF_KERNELS, OF_OPTIMIZED)
 
 
-def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
-    """Do what the flags ask for, if the run's page does not show it; return True if so.
+def trains_otherwise(args: argparse.Namespace, workload: Workload, name: str) -> bool:
+    """Train with kernel_training.py if the flags ask for what the page does not show.
 
-    Raises:
-        UserError: this GPU cannot do it, or the kernels cannot take the model's config.json.
+    If they do not, return False, and what the page would find too late has been refused.
     """
-    if name == BASELINE:
-        return takes_steps(args, workload, name)
-    if workload.fp8:
-        from next_steps.patches.fp8_model import require_fp8
-
-        require_fp8()
-    if args.ladder:
-        from next_steps.studies import ladder
-
-        ladder.run_ladder(workload, args.json, args.plot)
-    elif args.longest:
-        from next_steps.studies import frontier
-
-        frontier.find_longest(workload, args.json)
-    elif args.opponent:
-        from next_steps.finetuning import opponents
-
-        opponents.train(workload, record_to=args.json, save_to=args.save)
-    elif args.teacher is not None:
-        from next_steps.finetuning import distill
-
-        distill.train(workload, record_to=args.json, save_to=args.save)
-    else:
-        return takes_steps(args, workload, name)
-    return True
-
-
-def takes_steps(args: argparse.Namespace, workload: Workload, name: str) -> bool:
-    """Train with kernel_training.py if the flags ask for a step that the page does not show."""
     checkpoints = Checkpoints.from_flags(args)
     on_the_page = workload.kernels == PAGES[name] and workload.is_on_the_page
     if on_the_page and not checkpoints.is_asked:

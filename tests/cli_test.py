@@ -24,11 +24,14 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
+from harness.cli.flags import DEFAULT_MODEL, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
 from harness.data import dataset
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
+from next_steps.finetuning import distill, opponents
+from next_steps.memory import profile
+from next_steps.studies import frontier
 from tests.conftest import Outcome, assert_refused
 from tests.files_test import contents
 from tests.small_workloads import change_json, tiny_workload
@@ -100,7 +103,7 @@ def test_what_no_run_can_follow_is_refused_in_one_line(cli, flags, words):
 def test_help_lists_the_flags(cli):
     outcome = cli("--help", script=finetune_optimized)
     assert outcome.code == 0 and not outcome.err
-    for table in (OF_TRAINING, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, ["--kernels"]):
+    for table in (OF_TRAINING, OF_KERNELS, OF_OPTIMIZED, ["--kernels"]):
         assert all(flag in outcome.out for flag in table)
     assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
 
@@ -260,10 +263,10 @@ def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
 WAYS_TO_LOAD = {
     "page": (finetune_baseline, ["--data"]),
     "kernels": (finetune_baseline, ["--lora-rank", "2", "--data"]),
-    "opponent": (finetune_optimized, ["--opponent", "fused-adamw", "--data"]),
-    "student": (finetune_optimized, ["--teacher", "tiny", "--data"]),
+    "opponent": (opponents, ["--opponent", "fused-adamw", "--data"]),
+    "student": (distill, ["--teacher", "tiny", "--data"]),
     "profile": (profile_baseline, ["--data"]),
-    "memory": (profile_baseline, ["--memory", "--data"]),
+    "memory": (profile, ["--data"]),
 }
 
 
@@ -271,7 +274,7 @@ WAYS_TO_LOAD = {
 def test_unusable_data_are_refused_before_the_model_is_loaded(cli, monkeypatch, checkpoint, way):
     script, flags = WAYS_TO_LOAD[way]
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError))
-    tiny = TINY[:4] if script is profile_baseline else TINY
+    tiny = TINY[:4] if script in (profile_baseline, profile) else TINY
     given = [*tiny, "--model", str(checkpoint), *flags]
     outcome = cli(*given, "nowhere.jsonl", script=script)
     assert_refused(outcome, "cannot read nowhere.jsonl", "No such file")
@@ -412,8 +415,8 @@ def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path):
 @pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
 def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
     path = str(tmp_path / "longest.json")
-    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", path
-    outcome = cli(*flags, script=finetune_optimized)
+    flags = "--model", "tiny", "--seq-len", "2", "--longest", "--json", path
+    outcome = cli(*flags, script=frontier)
     assert outcome.code == 0, outcome.err
     assert run_records.read_record(path, "longest")["lengths"] == [16, 32, 64]
     said = "(in steps of 16; stopped by the 3 lengths that are tried without a GPU)"
@@ -560,13 +563,13 @@ def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
         "time.sleep(999)\n"
     )
     code = f"""
-import pathlib, finetune_optimized
+import pathlib
 from harness.cli import command_line
 from next_steps.studies import ladder
 ladder.HERE = pathlib.Path({str(tmp_path)!r})
-command_line.run_main(finetune_optimized.main)
+command_line.run_main(ladder.main)
 """
-    command = [sys.executable, "-c", code, *TINY, "--ladder"]
+    command = [sys.executable, "-c", code, *TINY]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()
     ) as run:

@@ -17,12 +17,17 @@ from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
 from next_steps import finetune_options
-from next_steps.finetuning import opponents
+from next_steps.finetuning import opponent_models, opponents
 from next_steps.patches import fp8_model
 from next_steps.studies import ladder
 from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
+SCRIPTS[ladder.OPPONENT] = opponents
+PARSERS = {
+    ladder.OPTIMIZED: lambda: finetune_options.parse_args(""),
+    ladder.OPPONENT: opponents.parse_args,
+}
 WITHOUT_LORA = [name for name in OPPONENTS if name != "unsloth-fp8"]  # which freezes the weights
 
 
@@ -201,16 +206,16 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
         ("finetune_baseline.py", "--cuda-graph"),
         (ours, *two),
         (ours, *two, "--cuda-graph"),
-        *((ours, "--opponent", name) for name in WITHOUT_LORA),
-        (ours, "--cuda-graph", "--opponent", "liger"),
+        *((ladder.OPPONENT, "--opponent", name) for name in WITHOUT_LORA),
+        (ladder.OPPONENT, "--cuda-graph", "--opponent", "liger"),
         *([(*every, "--fp8", "all")] if has_gpu else []),
         (*every, "--fp8", "all", "--cuda-graph"),
     ]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     for script, *flags in calls[2:]:
-        if script == ours:
+        if script in PARSERS:
             monkeypatch.setattr("sys.argv", [script, *TINY, "--dtype", "bf16", *flags])
-            assert finetune_options.parse_args(""), "a run of the ladder is refused"
+            assert PARSERS[script](), "a run of the ladder is refused"
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
@@ -273,7 +278,7 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_valida
     monkeypatch.setattr(ladder, "run_script", run_script)
     # Liger-Kernel would stay patched into transformers for later tests, and compiling takes a
     # minute: kernel_training_test.py has the opponents
-    monkeypatch.setattr(opponents, "train", absent_opponent)
+    monkeypatch.setattr(opponent_models, "train", absent_opponent)
     path = tmp_path / "ladder.json"
     monkeypatch.setattr("sys.argv", ["ladder.py", *SMALL, "--json", str(path)])
     ladder.main()

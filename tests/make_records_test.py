@@ -6,38 +6,47 @@ import shlex
 import pytest
 
 import profile_baseline
-from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
+from next_steps.finetuning import opponents
+from next_steps.memory import estimate
 from next_steps.studies import fp8_accuracy, ladder
 from tools import make_records
-from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
+from tools.make_records import (
+    BASELINE,
+    CHECKS,
+    ESTIMATE,
+    LADDER,
+    OPPONENT,
+    OPTIMIZED,
+    PROFILE,
+    RUNS,
+)
 from tools.page_records import RESULTS
 
+PARSERS = {
+    BASELINE: lambda: finetune_options.parse_args("", finetune_options.BASELINE),
+    OPTIMIZED: lambda: finetune_options.parse_args(""),
+    PROFILE: profile_baseline.parse_args,
+    ESTIMATE: estimate.parse_args,
+    LADDER: ladder.parse_args,
+    OPPONENT: opponents.parse_args,
+}
 COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
-LADDER = "next_steps.studies.ladder"
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
 def workload_of(script, flags, monkeypatch) -> Workload:
     """As the script reads it on a GPU."""
     monkeypatch.setattr("sys.argv", [script, *flags])
-    if script == PROFILE:
-        args = profile_baseline.parse_args()
-    elif script == OPTIMIZED:
-        args = finetune_options.parse_args("")
-    elif script == LADDER:
-        args = ladder.parse_args()
-    else:
-        args = finetune_parser("").parse_args()
-    return Workload.from_flags(args, on_gpu=True)
+    return Workload.from_flags(PARSERS[script](), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
-    if script in (PROFILE, BASELINE, OPTIMIZED, LADDER):
+    if script in PARSERS:
         workload_of(script, flags, monkeypatch)
     elif name in CHECKS:
         assert script == f"{name}.py" and not flags
@@ -65,8 +74,7 @@ def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
     made = Workload.from_record(record)
     assert made.differences(listed) == []
     assert made.opponent == listed.opponent
-    expected = () if made.opponent else listed.kernels  # which are the flag's default
-    assert script == LADDER or made.kernels == expected  # a ladder has all of them
+    assert made.kernels == listed.kernels
     assert record.get("steps") == listed.steps
 
 

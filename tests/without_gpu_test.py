@@ -16,6 +16,9 @@ from harness.cli import tables
 from harness.cli.workload import Workload
 from harness.model.config_file import load_config
 from next_steps import finetune_options
+from next_steps.comparisons import compare_profiles
+from next_steps.memory import estimate, profile
+from next_steps.studies import ladder
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
 from tools import page_outputs
@@ -28,6 +31,8 @@ TRAINING = {
     "profile_baseline.py": profile_baseline.parse_args,
     "finetune_baseline.py": functools.partial(finetune_options.parse_args, "", "Baseline"),
     "finetune_optimized.py": functools.partial(finetune_options.parse_args, "", "Optimized"),
+    "next_steps.memory.estimate": estimate.parse_args,
+    "next_steps.studies.ladder": ladder.parse_args,
 }
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 
@@ -45,8 +50,9 @@ def on_a_cpu(words: list[str]) -> list[str]:
 def commands() -> list[list[str]]:
     scripts = "".join(block for language, block in BLOCKS if language == "bash")
     lines = (line for line in scripts.splitlines() if line.startswith("python "))
-    words = (shlex.split(line, comments=True) for line in lines)
-    return [each[1:] for each in words if each[1] in TRAINING and "--compare" not in each]
+    words = (shlex.split(line, comments=True)[1:] for line in lines)
+    words = (each[1:] if each[0] == "-m" else each for each in words)
+    return [each for each in words if each[0] in TRAINING]
 
 
 @needs_no_gpu
@@ -134,9 +140,9 @@ def test_what_the_tiny_model_prints_fits_a_terminal(run_script, tmp_path, monkey
         outcome = run_script(profile_baseline, *tiny, *flags)
         assert outcome.code == 0 and not too_wide(outcome.out), outcome.err
     outcomes = [
-        run_script(profile_baseline, "--compare", *runs),
-        run_script(profile_baseline, *tiny, "--memory"),
-        run_script(profile_baseline, *tiny, "--estimate", "--kernels", "all"),
+        run_script(compare_profiles, *runs),
+        run_script(profile, *tiny),
+        run_script(estimate, *tiny, "--kernels", "all"),
         *(run_script(finetune_baseline, *tiny, "--steps", "3", "--json", run) for run in runs),
         run_script(compare_runs, *runs),
         run_script(finetune_optimized, *tiny, "--kernels", "adamw", "--steps", "3"),

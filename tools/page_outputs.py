@@ -6,9 +6,8 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness.benchmark import benchmark_tables
-from harness.profiling import profile_comparison
 from harness.training import training_run
-from next_steps.comparisons import sweep_tables
+from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
 from tools import instruction_count
@@ -23,7 +22,7 @@ def render(names: list[str]) -> str:
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
         "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
-        "profile, several": profile_comparison.render_comparison,
+        "profile, several": compare_profiles.render_comparison,
         "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,

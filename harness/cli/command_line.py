@@ -68,6 +68,16 @@ def positive_float(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
 
 
+def require_one_process() -> None:
+    """Refuse several processes, in a script that is for one.
+
+    Raises:
+        UserError: torchrun started several.
+    """
+    if (n := world_size()) > 1:
+        raise UserError(f"this script is for one process and torchrun started {n}: start it alone")
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """Return True for an error of PyTorch's, Triton's, cuBLAS's or the CPU's allocator."""
     words = ("out of memory", "ALLOC_FAILED", "can't allocate memory")

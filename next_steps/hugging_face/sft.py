@@ -168,8 +168,6 @@ def main() -> None:
         if not HAS_GPU:
             raise UserError("--opponent liger needs a CUDA GPU and none was found")
         workload = replace(workload, kernels=())
-    if n := workload.world_size:
-        raise UserError(f"this script is for one process and torchrun started {n}")
     write_record(args.json, report(train(workload), workload))
 
 

@@ -211,10 +211,8 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
     from harness.model.adapters import counts
     from harness.steps.measured import measure
     from next_steps.finetuning import kernel_training
-    from next_steps.patches.fp8_model import layers_in_fp8, require_fp8
+    from next_steps.patches.fp8_model import layers_in_fp8
 
-    if workload.fp8:
-        require_fp8()
     model, _, optimizer = kernel_training.prepare(workload)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
@@ -307,15 +305,14 @@ def render_longest(record: dict) -> str:
 
 def parse_args() -> argparse.Namespace:
     not_here = "--data", "--batch-size", "--pack", "--cuda-graph", "--parallel"
-    of_training = {flag: row for flag, row in OF_TRAINING.items() if flag not in not_here}
+    of_training = flags.without(OF_TRAINING, *not_here)
     own = {
         "--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png"),
         "--longest": flags.switch("from --seq-len on, the longest sequence that fits, batch 1"),
     }
     parser = flags.Parser(__doc__, own, of_training)
     parser.add_kernels(KERNELS, default="none")
-    rounding = "--stochastic-rounding"
-    parser.add_flags(OF_KERNELS, {rounding: OF_OPTIMIZED[rounding]})
+    parser.add_flags(OF_KERNELS, OF_OPTIMIZED)
     args = parser.parse_args()
     if args.longest and args.plot:
         raise UserError("--plot draws memory against time: leave --plot or --longest out")

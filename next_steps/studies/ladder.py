@@ -19,7 +19,15 @@ from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
-from harness.cli.flags import FP8_ALL, IN_FP8, OF_FINETUNING, OF_TRAINING, OPPONENTS, WARMUP_STEPS
+from harness.cli.flags import (
+    FP8_ALL,
+    IN_FP8,
+    OF_FINETUNING,
+    OF_TRAINING,
+    OPPONENTS,
+    WARMUP_STEPS,
+    without,
+)
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
@@ -27,7 +35,7 @@ from harness.records import run_records
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-OPTIMIZED = "finetune_optimized.py"
+OPTIMIZED, OPPONENT = "finetune_optimized.py", "next_steps.finetuning.opponents"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
@@ -38,7 +46,8 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
     """Run a script on a workload in a process of its own, and return the script's record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]
+        how = [HERE / script] if script.endswith(".py") else ["-m", script]
+        command = [sys.executable, *how, *workload.as_flags(), *flags, "--json", path]
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
@@ -86,6 +95,7 @@ def other_runs(
             absent |= {f"{name}: {error}": None} if run.fp8 else {}
             continue
         script = "finetune_baseline.py" if name == BASELINE else OPTIMIZED
+        script = OPPONENT if run.opponent else script
         runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
     return runs, list(absent)
 
@@ -264,8 +274,7 @@ def plot(records: list[dict], path: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     of_some_runs = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
-    shared = {flag: row for flag, row in OF_TRAINING.items() if flag not in of_some_runs}
-    shared |= {flag: OF_FINETUNING[flag] for flag in ("--steps", "--lr")}
+    shared = without(OF_TRAINING, *of_some_runs) | without(OF_FINETUNING, "--save", "--merge")
     drawn = {"--plot": flags.row("time and memory of each run, as a picture", metavar="FILE.png")}
     return flags.Parser(__doc__, shared, drawn).parse_args()
 

@@ -80,9 +80,9 @@ def rows_of(workload: Workload, sizes: list[Size], record: dict) -> Iterator[dic
     import torch
 
     from harness.steps import communication, measured
-    from next_steps.finetuning import kernel_training, opponents
+    from next_steps.finetuning import kernel_training, opponent_models
 
-    prepare = opponents.prepare if workload.opponent else kernel_training.prepare
+    prepare = opponent_models.prepare if workload.opponent else kernel_training.prepare
     try:
         model, called, optimizer = prepare(workload)
     except RuntimeError as error:
