@@ -11,10 +11,8 @@ sequences, with products in bf16.  A run in FP8 also validates with FP8's produc
 come out for each way to train:
 
     difference   validation loss at the end, minus that of bf16 with the same seed
-    more steps   how many more steps the run needs for the same loss.  Its last validation loss is
-                 one that bf16 had so many steps before the end, by a straight line between two
-                 points of bf16's curve.  If bf16 has not reached that loss, no more steps are
-                 needed, and how many fewer is unknown.  If bf16 never was as high, all are.
+    more steps   how many steps before its end bf16 had the run's last loss, by a straight line
+                 between two points of bf16's curve
 
 lora: adapters of rank 16, beside weights that are frozen in bf16, in FP8 and in NF4.  Each point is
 the validation loss of the adapters beside the original weights, in bf16, as --merge adds them up.
@@ -165,24 +163,18 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
 # ---------------------------------------------------------------- the table
 
 
-def reached(curve: list[float], loss: float, every: int) -> tuple[float, str]:
-    """Return the step at which a falling curve is first at this loss, and how that is known.
-
-    "": it was seen; "<=": the first point is below the loss; ">=": the curve ends above it.
-    """
-    if loss >= curve[0]:
-        return 0.0, "<=" if loss > curve[0] else ""
-    for i, (before, after) in enumerate(itertools.pairwise(curve)):
-        if after <= loss:
-            return every * (i + (before - loss) / (before - after)), ""
-    return float(every * (len(curve) - 1)), ">="
-
-
 def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[float, str]:
-    """Return how many more steps than the reference a run needs for the same loss, and the word."""
-    step, known = reached(reference, curve[-1], every)
-    last = every * (len(reference) - 1)
-    return last - step, {"": "", ">=": "<=", "<=": ">="}[known]
+    """Return how many more steps than the reference a run needs for its last loss, and a word.
+
+    "": the reference was at that loss; "<=": it has not reached it; ">=": it never was as high.
+    """
+    loss, last = curve[-1], float(every * (len(reference) - 1))
+    if loss >= reference[0]:
+        return last, ">=" if loss > reference[0] else ""
+    for i, (before, after) in enumerate(itertools.pairwise(reference)):
+        if after <= loss:  # the first time, on a straight line between the two
+            return last - every * (i + (before - loss) / (before - after)), ""
+    return 0.0, "<="
 
 
 def row_of(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
@@ -202,12 +194,9 @@ def row_of(way: str, found: list[dict], references: list[dict], every: int) -> l
 
 def line_as_trained(way: str, found: list[dict], references: list[dict], how: str) -> str:
     """Say how far a way's losses are from the first way's if it validates as it trains."""
+    curves = [(run["curve_as_trained"], other["curve"]) for other, run in zip(references, found)]
     before, after = (
-        statistics.mean(
-            run["curve_as_trained"][at] - other["curve"][at]
-            for other, run in zip(references, found)
-        )
-        for at in (0, -1)
+        statistics.mean(own[at] - other[at] for own, other in curves) for at in (0, -1)
     )
     return (
         f"{way}, validated {how}: {before:+.4f} before the first step, {after:+.4f} after the last"
