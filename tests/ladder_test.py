@@ -22,11 +22,9 @@ from next_steps.studies import ladder
 from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
-SCRIPTS[ladder.OPPONENT] = opponents
-PARSERS = {
-    ladder.OPTIMIZED: lambda: finetune_options.parse_args(""),
-    ladder.OPPONENT: opponents.parse_args,
-}
+SCRIPTS |= {opponents.__name__: opponents}
+OPTIMIZED, OPPONENT = "finetune_optimized.py", opponents.__name__
+PARSERS = {OPTIMIZED: lambda: finetune_options.parse_args(""), OPPONENT: opponents.parse_args}
 WITHOUT_LORA = [name for name in OPPONENTS if name != "unsloth-fp8"]  # which freezes the weights
 
 
@@ -172,7 +170,7 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     record, calls = ladder_of_a_made_up_gpu(monkeypatch, *world)
     names = [rung.name for rung in ladder.RUNGS]
     assert [script for script, *_ in calls[:2]] == ["profile_baseline.py", "finetune_baseline.py"]
-    ours, two = "finetune_optimized.py", ("--kernels", "rmsnorm,cross_entropy")
+    ours, two = OPTIMIZED, ("--kernels", "rmsnorm,cross_entropy")
     every = ours, "--kernels", ",".join(KERNELS)
     expected = [
         *((ours, "--kernels", ",".join(names[: n + 1])) for n in range(len(names))),
@@ -180,8 +178,8 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
         ("finetune_baseline.py", "--cuda-graph"),
         (ours, *two),
         (ours, *two, "--cuda-graph"),
-        *((ladder.OPPONENT, "--opponent", name) for name in WITHOUT_LORA),
-        (ladder.OPPONENT, "--cuda-graph", "--opponent", "liger"),
+        *((OPPONENT, "--opponent", name) for name in WITHOUT_LORA),
+        (OPPONENT, "--cuda-graph", "--opponent", "liger"),
         *([(*every, "--fp8", "all")] if has_gpu else []),
         (*every, "--fp8", "all", "--cuda-graph"),
     ]

@@ -19,15 +19,7 @@ from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
-from harness.cli.flags import (
-    FP8_ALL,
-    IN_FP8,
-    OF_FINETUNING,
-    OF_TRAINING,
-    OPPONENTS,
-    WARMUP_STEPS,
-    without,
-)
+from harness.cli.flags import FP8_ALL, IN_FP8, OF_FINETUNING, OF_TRAINING, OPPONENTS, WARMUP_STEPS
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
@@ -35,7 +27,6 @@ from harness.records import run_records
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-OPTIMIZED, OPPONENT = "finetune_optimized.py", "next_steps.finetuning.opponents"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
@@ -64,10 +55,15 @@ def own_flags(workload: Workload) -> list[str]:
     return workload.as_flags()[len(shared) :]
 
 
-def other_runs(
-    workload: Workload, graphs: bool
-) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """Return (name, script, workload) of the runs after the rungs, and why FP8 is left out."""
+def script_of(workload: Workload) -> str:
+    """Return what takes a workload's steps."""
+    if workload.opponent:
+        return "next_steps.finetuning.opponents"
+    return "finetune_optimized.py" if workload.kernels else "finetune_baseline.py"
+
+
+def other_runs(workload: Workload, graphs: bool) -> tuple[list[tuple[str, Workload]], list[str]]:
+    """Return the names and workloads of the runs after the rungs, and why FP8 is left out."""
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 
@@ -82,7 +78,7 @@ def other_runs(
         (IN_FP8, in_fp8),
         (IN_FP8, in_fp8 | graph),
     ]
-    runs, absent = [], {}
+    runs, absent = [], []
     for name, values in ways:
         run = replace(workload, **values)
         if not graphs and (run.cuda_graph or run.fp8):
@@ -92,12 +88,11 @@ def other_runs(
             if run.fp8:
                 require_fp8()
         except UserError as error:  # some opponents are for LoRA alone
-            absent |= {f"{name}: {error}": None} if run.fp8 else {}
+            if run.fp8 and not absent:
+                absent.append(f"{name}: {error}")
             continue
-        script = "finetune_baseline.py" if name == BASELINE else OPTIMIZED
-        script = OPPONENT if run.opponent else script
-        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
-    return runs, list(absent)
+        runs.append((name + IN_A_GRAPH * run.cuda_graph, run))
+    return runs, absent
 
 
 def profile_of(workload: Workload) -> dict:
@@ -126,9 +121,9 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
     record = {"kind": "ladder", "environment": run_records.environment(), **workload.as_record()}
     record |= {"rungs": [], "absent": absent, **profile_of(workload)}
 
-    def add_run(name: str, predicted_ms: float | None, script: str, run_of: Workload) -> dict:
-        """Run a script and add what it measured; return the script's record."""
-        run = run_script(script, run_of)
+    def add_run(name: str, predicted_ms: float | None, run_of: Workload) -> dict:
+        """Run a workload and add what was measured; return the run's record."""
+        run = run_script(script_of(run_of), run_of)
         step_ms = 1e3 * run["median_seconds"]
         row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
         row |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
@@ -138,7 +133,7 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
         return run
 
-    baseline = add_run(BASELINE, None, "finetune_baseline.py", workload)
+    baseline = add_run(BASELINE, None, workload)
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
     sizes, kernels, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
     for rung in RUNGS:
@@ -147,15 +142,15 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
-        add_run(rung.name, predicted_ms, OPTIMIZED, replace(workload, kernels=kernels))
+        add_run(rung.name, predicted_ms, replace(workload, kernels=kernels))
     if graphs:
         # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
-        graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-        add_run(CUDA_GRAPH, predicted_ms, OPTIMIZED, graph)
-    for name, script, other in others:
+        in_graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+        add_run(CUDA_GRAPH, predicted_ms, in_graph)
+    for name, other in others:
         try:
-            add_run(name, None, script, other)
+            add_run(name, None, other)
         except RunError as error:
             record["absent"].append(str(error))
     print("\n" + render(record))
@@ -274,7 +269,8 @@ def plot(records: list[dict], path: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     of_some_runs = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
-    shared = without(OF_TRAINING, *of_some_runs) | without(OF_FINETUNING, "--save", "--merge")
+    shared = flags.without(OF_TRAINING, *of_some_runs)
+    shared |= flags.without(OF_FINETUNING, "--save", "--merge")
     drawn = {"--plot": flags.row("time and memory of each run, as a picture", metavar="FILE.png")}
     return flags.Parser(__doc__, shared, drawn).parse_args()
 
