@@ -14,6 +14,7 @@ full or the model has no more positions.  Then it is halfway between what fitted
 """
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -53,24 +54,8 @@ def labels(w: Workload) -> dict[str, str]:
     }
 
 
-def ways_of(workload: Workload, on_gpu: bool) -> list[Workload]:
-    """Return what the rows of a workload's kernels measure."""
-    return [
-        replace(
-            workload,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            accumulate=micro_batches if micro_batches > 1 else None,
-            recompute=level,
-            offload=offload,
-        )
-        for batch_size, seq_len, micro_batches in SIZES[on_gpu]
-        for level, offload in LEVELS
-    ]
-
-
 def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
-    """Yield each way with its peak bytes and milliseconds, or with a `failure`."""
+    """Yield each way of a set of kernels with its peak bytes and milliseconds, or a `failure`."""
     from harness.cli.device import DEVICE, HAS_GPU
     from harness.data.dataset import random_batch
     from harness.steps.measured import measure
@@ -78,15 +63,14 @@ def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
     from next_steps.patches.recompute import set_recompute
 
     model, _, optimizer = kernel_training.prepare(workload)
-    for w in ways_of(workload, HAS_GPU):
-        set_recompute(model, w.recompute, w.offload and HAS_GPU)
-        shape, vocabulary = (w.batch_size, w.seq_len), model.config.vocab_size
-        batches = [random_batch(shape, vocabulary, DEVICE) for _ in range(w.micro_batches)]
-        timed = TIMED if w.micro_batches == 1 else 1
-        row = measure(model, optimizer, [batches[:2]], [batches] * timed)
+    for (*shape, n), (level, offload) in itertools.product(SIZES[HAS_GPU], LEVELS):
+        set_recompute(model, level, offload and HAS_GPU)
+        batches = [random_batch(shape, model.config.vocab_size, DEVICE) for _ in range(n)]
+        row = measure(model, optimizer, [batches[:2]], [batches] * (TIMED if n == 1 else 1))
         if "step_ms" in row:
             row["step_ms"] = statistics.median(row["step_ms"])
-        yield w, row
+        size = {"batch_size": shape[0], "seq_len": shape[1], "accumulate": n if n > 1 else None}
+        yield replace(workload, **size, recompute=level, offload=offload), row
 
 
 def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
