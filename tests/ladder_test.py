@@ -232,7 +232,7 @@ def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
 # ---------------------------------------------------------------- real runs
 
 
-def absent_opponent(workload, **files):
+def absent_opponent(workload, *files):
     raise command_line.RunError("not run here")
 
 
