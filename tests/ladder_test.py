@@ -13,7 +13,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS, finetune_parser
+from harness.cli.flags import OF_BASELINE, OPPONENTS, Parser
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.profiling.costs import sizes_of
@@ -27,10 +27,7 @@ from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
 SCRIPTS[ladder.OPPONENT] = opponents
-PARSERS = {
-    ladder.OPTIMIZED: lambda: finetune_options.parse_args(""),
-    ladder.OPPONENT: opponents.parse_args,
-}
+FLAGS = {ladder.OPTIMIZED: finetune_options.OPTIMIZED, ladder.OPPONENT: opponents.FLAGS}
 WITHOUT_LORA = [name for name in OPPONENTS if name != "unsloth-fp8"]  # which freezes the weights
 
 
@@ -228,9 +225,8 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     ]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     for script, *flags in calls[2:]:
-        if script in PARSERS:
-            monkeypatch.setattr("sys.argv", [script, *TINY, "--dtype", "bf16", *flags])
-            assert PARSERS[script](), "a run of the ladder is refused"
+        if script in FLAGS:  # and takes what it is given
+            Parser("", FLAGS[script]).parse_args([*TINY, "--dtype", "bf16", *flags])
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
@@ -360,4 +356,4 @@ def test_a_flag_reaches_only_the_scripts_that_know_it(monkeypatch):
     assert "--random-init" in profile and "--random-init" in finetune
     assert "--steps" not in profile and "--lr" not in profile
     assert profile_baseline.parse_args([*profile, "FILE"]).trace == "x"
-    assert finetune_parser("").parse_args([*finetune, "FILE"]).lr == 0.25
+    assert Parser("", OF_BASELINE).parse_args([*finetune, "FILE"]).lr == 0.25

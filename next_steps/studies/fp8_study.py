@@ -270,7 +270,7 @@ def render_accuracy(record: dict) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, {})
     add = parser.add_argument
     add("study", choices=STUDIES, help="what to measure")
     add("--json", metavar="FILE", help="write the measurements as a JSON record")
