@@ -133,19 +133,14 @@ def refusal(kernel: str, dtype: str) -> str | None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = Parser(
-        __doc__,
-        {"--kernel": row("what to measure", choices=[*specs.SPECS, "all"], default="all")},
-        size_flags(specs.SPECS),
-        {
-            "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
-            "--json": row("write the measurements as a JSON record", metavar="FILE"),
-            "--plot": row(
-                "write latency and bandwidth over tokens as a picture", metavar="FILE.png"
-            ),
-        },
-    )
-    args = parser.parse_args()
+    table = {
+        "--kernel": row("what to measure", choices=[*specs.SPECS, "all"], default="all"),
+        **size_flags(specs.SPECS),
+        "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
+        "--json": row("write the measurements as a JSON record", metavar="FILE"),
+        "--plot": row("write latency and bandwidth over tokens as a picture", metavar="FILE.png"),
+    }
+    args = Parser(__doc__, table).parse_args()
     if reason := refusal(args.kernel, args.dtype):
         raise UserError(reason)
     refuse_unused(args)

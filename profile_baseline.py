@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.cli import command_line
-from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, Parser, of_kernels
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, workload_line
@@ -32,6 +32,7 @@ from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
 from harness.records.run_records import environment, environment_line, write_record
 
+FLAGS = OF_TRAINING | of_kernels(KERNELS, default="none") | OF_PROFILER
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 
@@ -150,10 +151,7 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, OF_TRAINING)
-    parser.add_kernels(KERNELS, default="none")
-    parser.add_flags(OF_KERNELS, OF_PROFILER)
-    args = parser.parse_args(arguments)
+    args = Parser(__doc__, FLAGS).parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args

@@ -5,27 +5,14 @@ This module imports no PyTorch before the flags are read.
 
 import argparse
 
-from harness.cli.flags import OF_KERNELS, OF_OPTIMIZED, Parser, finetune_parser
+from harness.cli.flags import OF_BASELINE, OF_OPTIMIZED, of_kernels
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 from harness.training.resuming import Checkpoints
 
 PAGES = {"Baseline": (), "Optimized": PLAYBOOK_KERNELS}  # a script's run: the kernels on its page
-BASELINE, OPTIMIZED = PAGES
-
-
-def parse_args(doc: str, name: str = OPTIMIZED) -> argparse.Namespace:
-    """Return the arguments of a run's script."""
-    parser = finetune_parser(doc)
-    if name == OPTIMIZED:
-        add_flags(parser)
-    return parser.parse_args()
-
-
-def add_flags(parser: Parser) -> None:
-    """Add the flags that finetune_baseline.py does not have."""
-    parser.add_kernels(KERNELS, default=",".join(PLAYBOOK_KERNELS))
-    parser.add_flags(OF_KERNELS, OF_OPTIMIZED)
+OPTIMIZED = OF_BASELINE | of_kernels(KERNELS, default=",".join(PLAYBOOK_KERNELS)) | OF_OPTIMIZED
+FLAGS = {"Baseline": OF_BASELINE, "Optimized": OPTIMIZED}
 
 
 def trains_otherwise(args: argparse.Namespace, workload: Workload, name: str) -> bool:

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 import finetune_baseline
 from harness.benchmark.checking import HAS_GPU
 from harness.cli import tables
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
@@ -223,7 +224,7 @@ def test_a_run_says_who_taught_whom(distilled):
 
 def workload_of(*flags: str) -> Workload:
     """What the command makes of these flags."""
-    return Workload.from_flags(distill.parse_args([*SMALL, *flags]), HAS_GPU)
+    return Workload.from_flags(Parser("", distill.FLAGS).parse_args([*SMALL, *flags]), HAS_GPU)
 
 
 def test_the_student_begins_as_the_teachers_first_layers(small_model):

@@ -10,12 +10,11 @@ from types import ModuleType
 
 import pytest
 
-import benchmark_kernels
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, device, flags
-from harness.profiling.kernel_facts import KERNELS
+from harness.cli.command_line import UserError
 from next_steps import finetune_options
 from next_steps.finetuning import distill, opponents
 from next_steps.hugging_face import sft
@@ -25,24 +24,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 RULES = flags.RULES
 
 
-def sft_parser() -> flags.Parser:
-    parser = flags.Parser("", sft.FLAGS)
-    parser.add_kernels(KERNELS, default="all")
-    return parser
-
-
-PARSERS = {  # of each script's arguments
-    benchmark_kernels: benchmark_kernels.parse_arguments,
-    finetune_baseline: lambda: finetune_options.parse_args("", finetune_options.BASELINE),
-    finetune_optimized: lambda: finetune_options.parse_args(""),
-    profile_baseline: profile_baseline.parse_args,
-    distill: distill.parse_args,
-    opponents: opponents.parse_args,
-    estimate: estimate.parse_args,
-    profile: profile.parse_args,
-    sft: lambda: sft_parser().parse_args(),
+TABLES = {
+    finetune_baseline: finetune_options.FLAGS["Baseline"],
+    finetune_optimized: finetune_options.OPTIMIZED,
+    **{each: each.FLAGS for each in (profile_baseline, distill, opponents, estimate, profile, sft)},
 }
-SCRIPTS = {script.__name__.rpartition(".")[2]: script for script in PARSERS}
+SCRIPTS = {script.__name__.rpartition(".")[2]: script for script in TABLES}
 COMPILED = [name for name in flags.OPPONENTS if name not in ("fused-adamw", "rms-norm", "liger")]
 COMPILING = ", ".join(f"--opponent {name}" for name in COMPILED)
 # Command lines, and indented below them what the user reads.  In the brackets are flags of which
@@ -63,11 +50,6 @@ torchrun finetune_baseline --lora-rank 2 [--quantize nf4]
     FLAG keeps the frozen weights whole in each process, which fsdp does not: add --parallel ddp
 torchrun finetune_baseline [--cuda-graph, --offload]
     FLAG is for one process and torchrun started 2: leave it out
-torchrun distill --teacher tiny
-torchrun estimate
-torchrun profile
-torchrun benchmark_kernels
-    this script is for one process and torchrun started 2: start it alone
 torchrun opponents [{COMPILING}]
     GIVEN is for one process and torchrun started 2: take fused-adamw, rms-norm or liger
 opponents --pack [{COMPILING}]
@@ -78,6 +60,7 @@ finetune_baseline [--cuda-graph, --offload]
 profile_baseline [--cuda-graph]
 profile [--memory-snapshot x.pickle]
     FLAG needs a CUDA GPU and none was found: leave it out
+distill --teacher tiny [--stochastic-rounding, --moments 8bit]
 finetune_optimized [--stochastic-rounding]
 profile_baseline --kernels rmsnorm [--moments 8bit]
     FLAG needs the adamw kernel: add --kernels all, or leave FLAG out
@@ -211,10 +194,9 @@ def without(rule: flags.Rule) -> Iterator[list[flags.Rule]]:
             yield [*before, less, *after]
 
 
-def parsed(command: str, typed, monkeypatch) -> argparse.Namespace:
+def parsed(command: str, typed) -> argparse.Namespace:
     script, words = typed(command)
-    monkeypatch.setattr("sys.argv", [script.__name__, *words])
-    return PARSERS[script]()
+    return flags.Parser("", TABLES[script]).parse_args(words)
 
 
 def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
@@ -224,11 +206,10 @@ def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
     monkeypatch.setattr(flags, "RULES", [])
     cases = []
     for command, expected in (REFUSED | dict.fromkeys(ALLOWED)).items():
-        if not (expected or "").startswith("this script"):  # which is no rule
-            args = parsed(command, typed, monkeypatch)
-            on_gpu = device.HAS_GPU or command.startswith("estimate")
-            dtype = getattr(args, "dtype", None) or flags.DTYPE[device.HAS_GPU]
-            cases.append((expected, command, (vars(args) | {"dtype": dtype}, args.given, on_gpu)))
+        args = parsed(command, typed)
+        on_gpu = device.HAS_GPU or command.startswith("estimate")
+        values = vars(args) | {"dtype": args.dtype or flags.DTYPE[device.HAS_GPU]}
+        cases.append((expected, command, (values, args.given, on_gpu)))
 
     def is_noticed() -> bool:
         for expected, command, case in cases:
@@ -254,22 +235,27 @@ def test_help_says_what_a_flag_needs(run_script):
         assert words in printed
 
 
-@pytest.mark.parametrize("flag", flags.COMMANDS)
-def test_what_was_a_flag_is_answered_with_its_command(run_script, flag):
-    for script in (finetune_optimized, profile_baseline, benchmark_kernels):
-        outcome = run_script(script, flag, "value", "--unknown")
-        said = f"error: {flag} is no flag but a command of its own: python -m next_steps."
-        assert outcome.code == 2 and outcome.err.startswith(said) and not outcome.out
-    name = flags.COMMANDS[flag].split()[0]
-    assert callable(importlib.import_module(name).main)
+@pytest.mark.parametrize("name", ["distill --teacher tiny", "estimate", "profile"])
+def test_a_command_that_cannot_share_a_step_is_for_one_process(typed, name):
+    with pytest.raises(UserError, match="is for one process and torchrun started 2"):
+        parsed(f"torchrun {name}", typed)
 
 
-def test_a_flag_counts_as_given_when_its_value_is_the_default(typed, monkeypatch):
+@pytest.mark.parametrize("flag, command", flags.COMMANDS.items())
+def test_what_was_a_flag_is_answered_with_its_command(flag, command):
+    said = f"{flag} is no flag but a command of its own: python -m {command}"
+    for script in (finetune_optimized, profile_baseline):
+        with pytest.raises(UserError, match=said):
+            flags.Parser("", TABLES[script]).parse_args([flag, "value", "--unknown"])
+    assert callable(importlib.import_module(command.split()[0]).main)
+
+
+def test_a_flag_counts_as_given_when_its_value_is_the_default(typed):
     args = flags.Parser("", flags.OF_TRAINING).parse_args(
         ["--seed", "0", "--data=stdlib", "--random-init"]
     )
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1
-    assert parsed("finetune_optimized", typed, monkeypatch).given == set()
+    assert parsed("finetune_optimized", typed).given == set()
 
 
 # ---------------------------------------------------------------- what other pages say of it

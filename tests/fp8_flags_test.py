@@ -7,7 +7,7 @@ import pytest
 import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import HAS_GPU
-from harness.cli.flags import finetune_parser
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.model import architecture, loading
 from harness.training import resuming
@@ -23,9 +23,8 @@ FP8 = ["--kernels", "all", "--fp8"]
 
 
 def workload_of(*flags: str, on_gpu: bool = HAS_GPU) -> Workload:
-    parser = finetune_parser("")
-    finetune_options.add_flags(parser)
-    return Workload.from_flags(parser.parse_args([*flags]), on_gpu)
+    args = Parser("", finetune_options.OPTIMIZED).parse_args([*flags])
+    return Workload.from_flags(args, on_gpu)
 
 
 @pytest.fixture

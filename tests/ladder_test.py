@@ -11,7 +11,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS
+from harness.cli.flags import OPPONENTS, Parser
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
@@ -24,7 +24,7 @@ from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
 SCRIPTS |= {opponents.__name__: opponents}
 OPTIMIZED, OPPONENT = "finetune_optimized.py", opponents.__name__
-PARSERS = {OPTIMIZED: lambda: finetune_options.parse_args(""), OPPONENT: opponents.parse_args}
+FLAGS = {OPTIMIZED: finetune_options.OPTIMIZED, OPPONENT: opponents.FLAGS}
 WITHOUT_LORA = [name for name in OPPONENTS if name != "unsloth-fp8"]  # which freezes the weights
 
 
@@ -185,9 +185,8 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     ]
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     for script, *flags in calls[2:]:
-        if script in PARSERS:
-            monkeypatch.setattr("sys.argv", [script, *TINY, "--dtype", "bf16", *flags])
-            assert PARSERS[script](), "a run of the ladder is refused"
+        if script in FLAGS:  # and takes what it is given
+            Parser("", FLAGS[script]).parse_args([*TINY, "--dtype", "bf16", *flags])
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)

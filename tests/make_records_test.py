@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 import profile_baseline
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -25,29 +26,29 @@ from tools.make_records import (
 )
 from tools.page_records import RESULTS
 
-PARSERS = {
-    BASELINE: lambda: finetune_options.parse_args("", finetune_options.BASELINE),
-    OPTIMIZED: lambda: finetune_options.parse_args(""),
-    PROFILE: profile_baseline.parse_args,
-    ESTIMATE: estimate.parse_args,
-    LADDER: ladder.parse_args,
-    OPPONENT: opponents.parse_args,
+FLAGS = {
+    BASELINE: finetune_options.FLAGS["Baseline"],
+    OPTIMIZED: finetune_options.OPTIMIZED,
+    ESTIMATE: estimate.FLAGS,
+    LADDER: ladder.FLAGS,
+    OPPONENT: opponents.FLAGS,
 }
 COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
-def workload_of(script, flags, monkeypatch) -> Workload:
+def workload_of(script: str, flags: list[str]) -> Workload:
     """As the script reads it on a GPU."""
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    return Workload.from_flags(PARSERS[script](), on_gpu=True)
+    profiled = script == PROFILE
+    parse = profile_baseline.parse_args if profiled else Parser("", FLAGS[script]).parse_args
+    return Workload.from_flags(parse(flags), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
-    if script in PARSERS:
-        workload_of(script, flags, monkeypatch)
+    if script in (PROFILE, *FLAGS):
+        workload_of(script, flags)
     elif name in CHECKS:
         assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
@@ -67,10 +68,10 @@ def test_every_estimate_of_the_pages_is_listed():
 
 
 @pytest.mark.parametrize("name", [*RUNS["steps"], *RUNS["estimates"]])
-def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
+def test_the_records_of_the_steps_were_made_so(name):
     record = json.loads((RESULTS / f"{name}.json").read_text())
     script, *flags = COMMANDS[name]
-    listed = workload_of(script, flags, monkeypatch)
+    listed = workload_of(script, flags)
     made = Workload.from_record(record)
     assert made.differences(listed) == []
     assert made.opponent == listed.opponent

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from harness.benchmark.checking import HAS_GPU
 from harness.cli import tables
 from harness.cli.device import DEVICE
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -340,7 +341,7 @@ def test_the_largest_tensors_are_named():
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    workload = Workload.from_flags(profile.parse_args(TINY), HAS_GPU)
+    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
@@ -414,7 +415,7 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
     flags = ["--model", str(tmp_path), "--random-init"]
-    workload = Workload.from_flags(profile.parse_args([*flags, *shape]), HAS_GPU)
+    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args([*flags, *shape]), HAS_GPU)
     memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]

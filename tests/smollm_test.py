@@ -15,7 +15,7 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import Check, assert_all_passed, compare
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import finetune_parser
+from harness.cli.flags import OF_BASELINE, Parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
@@ -53,7 +53,7 @@ def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
 
 
 def workload_of(flags: list[str]) -> Workload:
-    return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
+    return Workload.from_flags(Parser("", OF_BASELINE).parse_args(flags), HAS_GPU)
 
 
 def validation_losses(record: dict) -> list[float]:

@@ -1,6 +1,5 @@
 """What a reader without a GPU types and sees: README's commands, its snippets, tables that fit."""
 
-import functools
 import re
 import runpy
 import shlex
@@ -13,6 +12,7 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import tables
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.model.config_file import load_config
 from next_steps import finetune_options
@@ -29,10 +29,10 @@ BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", README, flags=re.DOTALL | 
 LEFT_OUT = "--batch-size", "--seq-len", "--cuda-graph"  # as README says
 TRAINING = {
     "profile_baseline.py": profile_baseline.parse_args,
-    "finetune_baseline.py": functools.partial(finetune_options.parse_args, "", "Baseline"),
-    "finetune_optimized.py": functools.partial(finetune_options.parse_args, "", "Optimized"),
-    "next_steps.memory.estimate": estimate.parse_args,
-    "next_steps.studies.ladder": ladder.parse_args,
+    "finetune_baseline.py": Parser("", finetune_options.FLAGS["Baseline"]).parse_args,
+    "finetune_optimized.py": Parser("", finetune_options.OPTIMIZED).parse_args,
+    "next_steps.memory.estimate": Parser("", estimate.FLAGS).parse_args,
+    "next_steps.studies.ladder": Parser("", ladder.FLAGS).parse_args,
 }
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 
@@ -57,15 +57,11 @@ def commands() -> list[list[str]]:
 
 @needs_no_gpu
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_readme_is_accepted_with_what_readme_adds(words, monkeypatch):
-    script, *flags = on_a_cpu(words)
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    workload = Workload.from_flags(TRAINING[script](), on_gpu=False)
-    load_config(workload)  # refuses what does not fit the model
-    # and, more slowly, as printed but for the graph
-    script, *flags = [*(word for word in words if word != "--cuda-graph"), "--model", "tiny"]
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    load_config(Workload.from_flags(TRAINING[script](), on_gpu=False))
+def test_a_command_of_readme_is_accepted_with_what_readme_adds(words):
+    """And, more slowly, as printed but for the graph; `load_config` asks if the model fits."""
+    as_printed = [*(word for word in words if word != "--cuda-graph"), "--model", "tiny"]
+    for script, *flags in (on_a_cpu(words), as_printed):
+        load_config(Workload.from_flags(TRAINING[script](flags), on_gpu=False))
 
 
 def test_the_commands_of_the_steps_are_found():

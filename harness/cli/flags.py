@@ -154,7 +154,8 @@ OF_CHECKPOINTS = {
     ),
     "--resume": row("go on from the newest checkpoint in DIR, to the bit", metavar="DIR"),
 }
-OF_KERNELS = {  # beside --kernels, which `Parser.add_kernels` adds
+OF_BASELINE = OF_TRAINING | OF_FINETUNING | OF_CHECKPOINTS  # of finetune_baseline.py
+OF_KERNELS = {
     "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
     "--fp8": row(
         "the fused layer's matrix products in FP8; 'compact', with LoRA: half the frozen weights' "
@@ -194,6 +195,22 @@ COMMANDS = {
 def without(table: dict[str, dict], *flags: str) -> dict[str, dict]:
     """Return a table's other rows."""
     return {flag: options for flag, options in table.items() if flag not in flags}
+
+
+def of_kernels(known: Sequence[str], default: str) -> dict[str, dict]:
+    """Return the rows of --kernels, which refuses a name not in `known`, and of its variants."""
+
+    def parse(text: str) -> list[str]:
+        names = {"all": known, "none": []}.get(text, text.split(","))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, "all", "none"])
+            raise argparse.ArgumentTypeError(f"unknown kernel {found}; choose from {choices}")
+        return [name for name in known if name in names]
+
+    words = f"custom kernels to use, of {', '.join(known)}"
+    options = {"type": parse, "default": default, "metavar": "NAME,NAME|all|none"}
+    return {"--kernels": row(words, **options), **OF_KERNELS}
 
 
 # ---------------------------------------------------------------- which flags go together
@@ -379,33 +396,13 @@ def name_of(flag: str) -> str:
 class Parser(command_line.Parser):
     """A command line of rows of the tables, on which no rule is broken."""
 
-    def __init__(self, doc: str, *tables: dict[str, dict]):
+    def __init__(self, doc: str, table: dict[str, dict]):
+        """Add the rows of a table.  --help also says what RULES say that a flag needs."""
         super().__init__(doc)
-        self.flags = {*FACTS}
-        self.add_flags(*tables)
-
-    def add_flags(self, *tables: dict[str, dict]) -> None:
-        """Add the rows of tables.  --help also says what RULES say that a flag needs."""
-        rows = {flag: options for table in tables for flag, options in table.items()}
-        self.flags |= rows.keys()
-        for flag, options in rows.items():
+        self.flags = {*FACTS, *table}
+        for flag, options in table.items():
             words = "; needs ".join([options["help"], *needed_by(flag, self.flags)])
             self.add_argument(flag, **options | {"help": words})
-
-    def add_kernels(self, known: Sequence[str], default: str) -> None:
-        """Add --kernels a,b|all|none, which refuses a name that is not one of `known`."""
-
-        def parse(text: str) -> list[str]:
-            names = {"all": known, "none": []}.get(text, text.split(","))
-            unknown = [name for name in names if name not in known]
-            if unknown:
-                found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, "all", "none"])
-                raise argparse.ArgumentTypeError(f"unknown kernel {found}; choose from {choices}")
-            return [name for name in known if name in names]
-
-        words = f"custom kernels to use, of {', '.join(known)}"
-        options = {"type": parse, "default": default, "metavar": "NAME,NAME|all|none"}
-        self.add_flags({"--kernels": row(words, **options)})
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does; `given` of the result names the flags on the command line.
@@ -431,11 +428,6 @@ class Parser(command_line.Parser):
                 command = f"python -m {COMMANDS[flag]}"
                 raise UserError(f"{flag} is no flag but a command of its own: {command}")
         super().error(message)
-
-
-def finetune_parser(doc: str) -> Parser:
-    """Return the command line of finetune_baseline.py, which finetune_optimized.py adds to."""
-    return Parser(doc, OF_TRAINING, OF_FINETUNING, OF_CHECKPOINTS)
 
 
 # ---------------------------------------------------------------- the page

@@ -3,11 +3,8 @@
 python -m next_steps.finetuning.opponents --opponent liger
 """
 
-import argparse
-
 from harness.cli import command_line
-from harness.cli.flags import OF_FINETUNING, OF_TRAINING, OPPONENTS, Parser, row, without
-from harness.cli.output_files import check_outputs
+from harness.cli.flags import OF_FINETUNING, OF_TRAINING, OPPONENTS, row, without
 from harness.cli.workload import Workload
 
 FLAGS = without(OF_TRAINING, "--recompute", "--offload") | OF_FINETUNING
@@ -19,17 +16,11 @@ FLAGS["--opponent"] = row(
 )
 
 
-def parse_args() -> argparse.Namespace:
-    return Parser(__doc__, FLAGS).parse_args()
-
-
 def main() -> None:
-    args = parse_args()
-    check_outputs(args)
-    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+    args, workload = Workload.read(__doc__, FLAGS)
     from next_steps.finetuning import opponent_models
 
-    opponent_models.train(Workload.from_flags(args, HAS_GPU), args.json, args.save)
+    opponent_models.train(workload, args.json, args.save)
 
 
 if __name__ == "__main__":

@@ -5,30 +5,20 @@
 How the estimate is made: memory_estimate.py.
 """
 
-import argparse
-
 from harness.cli import command_line
-from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser, without
-from harness.cli.output_files import check_outputs
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, of_kernels, without
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
 
 FLAGS = without(OF_TRAINING, "--data", "--seed", "--pack", "--cuda-graph", "--parallel")
-FLAGS |= OF_KERNELS | {"--first-layers": OF_PROFILER["--first-layers"]}
-
-
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, FLAGS)
-    parser.add_kernels(KERNELS, default="none")
-    return parser.parse_args(arguments)
+FLAGS |= {"--first-layers": OF_PROFILER["--first-layers"], **of_kernels(KERNELS, default="none")}
 
 
 def main() -> None:
-    args = parse_args()
-    check_outputs(args)
+    args, workload = Workload.read(__doc__, FLAGS, on_gpu=True)
     from next_steps.memory import memory_estimate
 
-    memory_estimate.report(Workload.from_flags(args, on_gpu=True), args.json)
+    memory_estimate.report(workload, args.json)
 
 
 if __name__ == "__main__":

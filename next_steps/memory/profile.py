@@ -5,15 +5,12 @@
 How a step is observed: memory_profile.py.
 """
 
-import argparse
-
 from harness.cli import command_line
-from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser, row, without
-from harness.cli.output_files import check_outputs
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, of_kernels, row, without
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
 
-FLAGS = without(OF_TRAINING, "--cuda-graph", "--parallel") | OF_KERNELS
+FLAGS = without(OF_TRAINING, "--cuda-graph", "--parallel") | of_kernels(KERNELS, default="none")
 FLAGS |= {flag: OF_PROFILER[flag] for flag in ("--first-layers", "--warmup")}
 FLAGS |= {
     "--plot": row("the parts over the step as a picture", metavar="FILE.png"),
@@ -21,19 +18,10 @@ FLAGS |= {
 }
 
 
-def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, FLAGS)
-    parser.add_kernels(KERNELS, default="none")
-    return parser.parse_args(arguments)
-
-
 def main() -> None:
-    args = parse_args()
-    check_outputs(args)
-    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
+    args, workload = Workload.read(__doc__, FLAGS)
     from next_steps.memory import memory_profile
 
-    workload = Workload.from_flags(args, HAS_GPU)
     memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
 
 

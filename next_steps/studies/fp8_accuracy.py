@@ -240,8 +240,8 @@ def render(record: dict) -> str:
 
 def parse_args() -> argparse.Namespace:
     shared = "--json", "--data", "--batch-size", "--seq-len", "--dtype"
-    of_training = {flag: OF_TRAINING[flag] for flag in shared}
-    parser = Parser(__doc__, of_training, {"--steps": OF_FINETUNING["--steps"]})
+    table = {flag: OF_TRAINING[flag] for flag in shared} | {"--steps": OF_FINETUNING["--steps"]}
+    parser = Parser(__doc__, table)
     parser.set_defaults(batch_size=4, steps=200)
     add = parser.add_argument
     add("study", choices=STUDIES, help="what to measure")

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import UserError, flag_name
-from harness.cli.flags import OF_KERNELS, OF_OPTIMIZED, OF_TRAINING, RECOMPUTE
+from harness.cli.flags import OF_OPTIMIZED, OF_TRAINING, RECOMPUTE
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, kernels_in_words, model_line
 from harness.profiling.kernel_facts import KERNELS
@@ -294,10 +294,8 @@ def parse_args() -> argparse.Namespace:
         "--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png"),
         "--longest": flags.switch("from --seq-len on, the longest sequence that fits, batch 1"),
     }
-    parser = flags.Parser(__doc__, own, of_training)
-    parser.add_kernels(KERNELS, default="none")
-    parser.add_flags(OF_KERNELS, OF_OPTIMIZED)
-    args = parser.parse_args()
+    of_kernels = flags.of_kernels(KERNELS, default="none") | OF_OPTIMIZED
+    args = flags.Parser(__doc__, own | of_training | of_kernels).parse_args()
     if args.longest and args.plot:
         raise UserError("--plot draws memory against time: leave --plot or --longest out")
     if not args.longest and (rest := args.given - {"model", "random_init", "json", "plot"}):

@@ -9,7 +9,6 @@ come the runs to compare them with: baseline and the playbook's two kernels as C
 others offer.  Each run has a process of its own.
 """
 
-import argparse
 import itertools
 import json
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
 from harness.cli.flags import FP8_ALL, IN_FP8, OF_FINETUNING, OF_TRAINING, OPPONENTS, WARMUP_STEPS
-from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
@@ -30,7 +28,11 @@ BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
-OF_SOME_RUNS = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
+OF_SOME_RUNS = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
+FLAGS = flags.without(OF_TRAINING, *OF_SOME_RUNS)
+FLAGS |= flags.without(OF_FINETUNING, "--save", "--merge")
+FLAGS["--plot"] = flags.row("time and memory of each run, as a picture", metavar="FILE.png")
+PLAIN = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
@@ -51,7 +53,7 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
 
 def own_flags(workload: Workload) -> list[str]:
     """Return a run's flags without those that all runs of a ladder share, which come first."""
-    shared = replace(workload, **OF_SOME_RUNS).as_flags()
+    shared = replace(workload, **PLAIN).as_flags()
     return workload.as_flags()[len(shared) :]
 
 
@@ -267,20 +269,9 @@ def plot(records: list[dict], path: str) -> None:
     tables.save_plot(figure, path)
 
 
-def parse_args() -> argparse.Namespace:
-    of_some_runs = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
-    shared = flags.without(OF_TRAINING, *of_some_runs)
-    shared |= flags.without(OF_FINETUNING, "--save", "--merge")
-    drawn = {"--plot": flags.row("time and memory of each run, as a picture", metavar="FILE.png")}
-    return flags.Parser(__doc__, shared, drawn).parse_args()
-
-
 def main() -> None:
-    args = parse_args()
-    check_outputs(args)
-    from harness.cli.device import HAS_GPU
-
-    run_ladder(Workload.from_flags(args, HAS_GPU), args.json, args.plot)
+    args, workload = Workload.read(__doc__, FLAGS)
+    run_ladder(workload, args.json, args.plot)
 
 
 if __name__ == "__main__":

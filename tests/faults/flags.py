@@ -15,10 +15,10 @@ FAULTS = {
         ("every process is taken to be alone", '"ALONE": n == 1, "SEVERAL": n > 1', '"ALONE": True, "SEVERAL": False'),
         ("no value is read", " if patterns else flag", " if False else flag"),
     ],
-    "test_flags_that_do_not_go_together_are_refused[distill]": [
+    "test_a_command_that_cannot_share_a_step_is_for_one_process[distill --teacher tiny]": [
         ("several processes start a command for one", '"--parallel" not in self.flags', "False"),
     ],
-    "test_what_was_a_flag_is_answered_with_its_command[--teacher]": [
+    "test_what_was_a_flag_is_answered_with_its_command[--teacher-next_steps.finetuning.distill --teacher MODEL]": [
         ("an old flag is unknown", "if flag in COMMANDS", "if False"),
     ],
 }  # fmt: skip
