@@ -127,10 +127,6 @@ def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch):
         opponent_models.with_float8(replace(small_workload(), opponent="torchao-rowwise"))
 
 
-def test_an_unknown_opponent_is_refused(run_script):
-    assert_refused(run_script(opponents, *SMALL, "--opponent", "nobody"), "nobody")
-
-
 @pytest.mark.parametrize(
     "name",
     [
