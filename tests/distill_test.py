@@ -338,26 +338,19 @@ def refused(run_script, monkeypatch):
 SAME = "name two models with the same"
 NO_MODEL = "the directory  holds no config.json, so it is not a saved model"
 REFUSED = [  # an empty name is not taken for no name
-    ([*TEACHER, "--student-layers", "2"], "--student-layers 2 is not fewer than the 2 of tiny"),
-    (["--teacher", ""], NO_MODEL),
-    ([*TEACHER, "--model", ""], NO_MODEL),
+    ([*TEACHER, "--student-layers", "2"], ["--student-layers 2 is not fewer than the 2 of tiny"]),
+    (["--teacher", ""], [NO_MODEL]),
+    ([*TEACHER, "--model", ""], [NO_MODEL]),
+    ([*TEACHER, "--student-layers", "0"], ["--student-layers", "'0'"]),
+    ([*TEACHER, "--temperature", "nan"], ["--temperature", "'nan'"]),
+    ([], ["required: --teacher"]),
 ]
 
 
-@pytest.mark.parametrize("flags, sentence", REFUSED)
-def test_flags_without_a_model_to_learn_are_refused(
-    refused, tmp_path, monkeypatch, flags, sentence
-):
+@pytest.mark.parametrize("flags, words", REFUSED)
+def test_flags_without_a_model_to_learn_are_refused(refused, tmp_path, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)
-    assert refused(*flags) == sentence
-
-
-@pytest.mark.parametrize(
-    "flag, value", [("--student-layers", "0"), ("--temperature", "0"), ("--temperature", "nan")]
-)
-def test_impossible_values_are_refused(refused, flag, value):
-    sentence = refused(*TEACHER, flag, value)
-    assert flag in sentence and repr(value) in sentence
+    assert all(word in refused(*flags) for word in words)
 
 
 def saved_config(folder, **values) -> str:

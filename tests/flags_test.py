@@ -132,6 +132,7 @@ ALLOWED = [
     "GPU finetune_optimized --kernels all --stochastic-rounding --cuda-graph --steps 3",
     "GPU profile --memory-snapshot x --pack --plot x.png",
     "profile_baseline --plot x.png",
+    "sft --data x.jsonl --opponent liger",
 ]
 
 
@@ -209,7 +210,8 @@ def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
         args = parsed(command, typed)
         on_gpu = device.HAS_GPU or command.startswith("estimate")
         values = vars(args) | {"dtype": args.dtype or flags.DTYPE[device.HAS_GPU]}
-        cases.append((expected, command, (values, args.given, on_gpu)))
+        for where in (on_gpu,) if expected else (on_gpu, None):  # None: not known yet
+            cases.append((expected, command, (values, args.given, where)))
 
     def is_noticed() -> bool:
         for expected, command, case in cases:
@@ -226,13 +228,17 @@ def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
     assert not is_noticed()
 
 
-def test_help_says_what_a_flag_needs(run_script):
-    printed = " ".join(run_script(finetune_optimized, "--help").out.split())
+def test_help_lists_the_flags_and_what_they_need(run_script):
+    outcome = run_script(finetune_optimized, "--help")
+    printed = " ".join(outcome.out.split())
     for words in (
         "an ordinary model; needs --lora-rank or --adapter; needs --save",
         "is one launch; needs a CUDA GPU",
+        "(default: rmsnorm,cross_entropy)",
+        *finetune_options.OPTIMIZED,
     ):
         assert words in printed
+    assert outcome.code == 0 and not outcome.err
 
 
 @pytest.mark.parametrize("name", ["distill --teacher tiny", "estimate", "profile"])

@@ -19,6 +19,7 @@ from harness.cli.flags import OF_BASELINE, Parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
+from next_steps.finetuning import distill
 from next_steps.layers import fp8_layer
 from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
@@ -194,7 +195,7 @@ def half_distilled(smollm, english, monkeypatch, recorded):
     monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
     teacher = ["--teacher", str(smollm), "--temperature", "4", "--lr", "1e-4"]
     return lambda seq_len, *more: recorded(
-        finetune_optimized, *flags(smollm, english, seq_len, *teacher, *more)
+        distill, *flags(smollm, english, seq_len, *teacher, *more)
     )
 
 
