@@ -5,10 +5,7 @@
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                  # without access to the weights
     python profile_baseline.py --random-init --first-layers 1 # a trace that is quickly read
-    python profile_baseline.py --memory --plot memory.png     # what fills the memory, when
-    python profile_baseline.py --estimate                     # the same before a run, anywhere
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain
-    python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
 The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
@@ -22,12 +19,13 @@ harness/profiling/diagnose.py.
 
 import argparse
 import itertools
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 from harness.cli import command_line
-from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, Parser, of_kernels
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, workload_line
@@ -35,6 +33,7 @@ from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
 from harness.records.run_records import environment, environment_line, write_record
 
+FLAGS = OF_TRAINING | of_kernels(KERNELS, default="none") | OF_PROFILER
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 
@@ -56,7 +55,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     expected = communication.expected(model, workload) if workload.parallel else None
     stream = torch.cuda.Stream() if workload.cuda_graph else None  # None: as it is
     with torch.cuda.stream(stream):
-        profile, trace, measured = take_steps(training, workload, stream, trace_file, stacks)
+        profile, trace, found = take_steps(training, workload, stream, trace_file, stacks)
     sizes = costs.sizes_of(facts)
     moved = costs.costs_of_trace(trace, sizes, training.span, workload.kernels)
     return {
@@ -72,7 +71,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         # a replay calls no operation
         "host_waits": [] if workload.cuda_graph else attribution.host_waits(profile.events()),
         **({"communication": expected} if expected else {}),
-        **measured,
+        **found,
         "trace": trace_file,
     }
 
@@ -111,7 +110,7 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
 
     from harness.cli.device import HAS_GPU
     from harness.profiling import profiler
-    from harness.steps import stepping
+    from harness.steps import measured, power, stepping, timing
 
     of_step, graph = training.of_step, workload.cuda_graph
     warmup, steps = training.steps[: workload.warmup], training.steps[workload.warmup :]
@@ -127,12 +126,13 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
     if graph:
         profile, profiled_ms = profile_operations()
         trace = profiler.read_trace(profile)
-    if HAS_GPU:
-        torch.cuda.reset_peak_memory_stats()
+    timing.reset_peak_memory()
     take_step, idle = stepping.training_step, None
     if graph:
         take_step = stepping.captured_step(*of_step, timed[0], stream)
-    measured = profiler.time_steps(*of_step, timed, take_step)
+    with power.PowerMeter() as meter:
+        step_ms, peak_memory = measured.time_steps(*of_step, timed, take_step)
+    median_ms = statistics.median(step_ms)
     if HAS_GPU:
         replayed, idle = profiler.timeline(*of_step, profiled[:2], take_step)
     if graph:
@@ -141,18 +141,21 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
         profile, profiled_ms = profile_operations()
         trace, trace_bytes = profiler.write_trace(profile, trace_file)
     loading = profiler.measure_loading(
-        training.loader, lambda step: take_step(*of_step, step), measured["median_step_ms"]
+        training.loader, lambda step: take_step(*of_step, step), median_ms
     )
-    measured |= {
+    found = {
+        **({"busy_us": idle["busy_us"]} if graph else {}),
+        **({"power": meter.reading()} if HAS_GPU else {}),
         "timeline": idle,
         "loading": loading,
+        "step_ms": step_ms,
+        "median_step_ms": median_ms,
         "profiled_step_ms": profiled_ms,
         "resting_memory_bytes": resting_memory,
+        "peak_memory_bytes": peak_memory,
         "trace_bytes": trace_bytes,
     }
-    if graph:
-        measured["busy_us"] = idle["busy_us"]
-    return profile, trace, measured
+    return profile, trace, found
 
 
 def render(record: dict) -> str:
@@ -177,10 +180,7 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, OF_TRAINING)
-    parser.add_kernels(KERNELS, default="none")
-    parser.add_flags(OF_KERNELS, OF_PROFILER)
-    args = parser.parse_args(arguments)
+    args = Parser(__doc__, FLAGS).parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args
@@ -207,31 +207,16 @@ def default_trace(workload: Workload) -> str:
 
 def main() -> None:
     args = parse_args()
-    if args.compare:
-        from harness.profiling.profile_comparison import compare
-
-        check_outputs(args)
-        return compare(*args.compare, args.plot)
-
     from harness.cli.device import HAS_GPU
 
-    # an estimate is of a run with a GPU
-    workload = Workload.from_flags(args, on_gpu=HAS_GPU or args.estimate)
-    if args.trace is None and not (args.estimate or args.memory):
+    workload = Workload.from_flags(args, HAS_GPU)
+    if args.trace is None:
         args.trace = default_trace(workload)
     check_outputs(args)
-    if args.estimate:
-        from next_steps.memory import memory_estimate
-
-        return memory_estimate.report(workload, args.json)
     if workload.fp8:
         from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
-    if args.memory:
-        from next_steps.memory import memory_profile
-
-        return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
     from harness.steps import parallel
 
     parallel.start(workload)

@@ -19,11 +19,12 @@ from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
 from harness.model import loading as loading_module
-from harness.profiling import diagnose, profile_comparison, profile_tables, profiler, roofline
+from harness.profiling import diagnose, profile_tables, profiler, roofline
 from harness.profiling.diagnose import RUNG_OF_CATEGORY
 from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS
 from harness.records.run_records import read_record
 from harness.steps import stepping
+from next_steps.comparisons import compare_profiles
 from tests.conftest import assert_refused
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
@@ -256,7 +257,7 @@ def test_the_8b_baseline_at_1_x_512_names_the_optimizer_first():
 def test_the_prediction_was_right_where_it_could_be_checked():
     """RMSNorm and cross-entropy at 4 x 2048, against the recorded re-profile."""
     before, after = recorded("4x2048"), recorded("4x2048", "_both")
-    predicted = profile_comparison.predicted_gains(before, after)
+    predicted = compare_profiles.predicted_gains(before, after)
     assert set(predicted) == {"normalization", "loss"}
     for name, gain_us in predicted.items():
         measured_us = before["categories"][name]["us"] - after["categories"][name]["us"]
@@ -316,7 +317,7 @@ def cells(text: str, name: str) -> list[str]:
 
 
 def test_a_comparison_has_the_prediction_beside_what_was_measured():
-    text = profile_comparison.render_comparison(*before_and_after())
+    text = compare_profiles.render_comparison(*before_and_after())
     # 400 - 7 / 0.9
     assert cells(text, "optimizer")[:5] == ["optimizer", "0.400", "0.010", "0.390", "0.392"]
     assert cells(text, "loss")[:4] == ["loss", "0.100", "0.100", "0.000"] and "0.044" not in text
@@ -329,7 +330,7 @@ def test_a_comparison_has_the_prediction_beside_what_was_measured():
     before, after = before_and_after()  # a step that gained less than its spread gained nothing
     after["step_ms"] = [0.6, 0.65, 1.2]  # 80th percentile: 0.98
     before["step_ms"] = [0.96, 1.0, 1.1]  # 20th percentile: 0.976
-    text = profile_comparison.render_comparison(before, after)
+    text = compare_profiles.render_comparison(before, after)
     assert cells(text, "Step")[3:] == ["no difference", "0.392"]
     record = made_up(loss=part(900.0, n_bytes=5e5))
     for said in (profile_baseline.render(record), text):  # which times have the host in them
@@ -344,7 +345,7 @@ def test_a_comparison_has_the_prediction_beside_what_was_measured():
 def test_profiles_of_different_workloads_are_not_compared(key, value):
     before, after = before_and_after()
     with pytest.raises(UserError, match=f"not of one workload: {key} {value}"):
-        profile_comparison.render_comparison(before, after | {key: value})
+        compare_profiles.render_comparison(before, after | {key: value})
 
 
 def is_picture(path: Path) -> bool:
@@ -353,13 +354,13 @@ def is_picture(path: Path) -> bool:
 
 @pytest.fixture
 def compare(run_script, tmp_path):
-    """compare(before, after, *flags): the outcome of --compare before.json after.json."""
+    """compare(before, after, *flags): the outcome of comparing before.json with after.json."""
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
 
     def run(before: dict, after: dict, *flags: str):
         for path, record in zip(paths, (before, after)):
             path.write_text(json.dumps(record))
-        return run_script(profile_baseline, "--compare", *map(str, paths), *flags)
+        return run_script(compare_profiles, *map(str, paths), *flags)
 
     return run
 

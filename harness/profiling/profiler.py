@@ -22,7 +22,7 @@ from harness.model.families import FAMILIES, family_of
 from harness.profiling import attribution
 from harness.profiling.kernel_facts import ADAPTERS, ROWS
 from harness.records.run_records import environment
-from harness.steps import parallel, power, stepping, timing
+from harness.steps import stepping, timing
 
 # Batches of `measure_loading`.  The first may have been waiting, where a loader works ahead.
 ALONE, TOGETHER = 7, 3
@@ -79,19 +79,6 @@ def category_ranges(model: torch.nn.Module) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- steps
-
-
-def time_steps(model, optimizer, steps: list[list[dataset.Batch]], take_step: Callable) -> dict:
-    """Return times, peak memory and power of steps without the profiler, for the record."""
-    with power.PowerMeter() as meter:
-        clocked = [stepping.timed_step(model, optimizer, each, take_step) for each in steps]
-    step_ms = [1e3 * seconds for _, seconds in clocked]
-    return {
-        **({"power": meter.reading()} if HAS_GPU else {}),
-        "step_ms": step_ms,
-        "median_step_ms": statistics.median(step_ms),
-        "peak_memory_bytes": int(max(parallel.gather(timing.peak_memory_bytes()))[0]),
-    }
 
 
 def recorded_step(
