@@ -15,10 +15,10 @@ FAULTS = {
         ("first half of a weight for both", "x2 * rstd * _for_heads(w2)", "x2 * rstd * _for_heads(w1)"),
         ("q's block taken for k's", "T, eps, block - n_q_blocks,", "T, eps, block,"),
         ("k's first block taken for q's", "if block < n_q_blocks:\n        _forward", "if block <= n_q_blocks:\n        _forward"),
-        ("cos for sin", "s1, s2 = _load_row(_row_of(sin,", "s1, s2 = _load_row(_row_of(cos,", 2),
+        ("cos for sin", "s1, s2 = _load_row(row_of(sin,", "s1, s2 = _load_row(row_of(cos,", 2),
         ("first half of a row for both", "_load_halves(ptrs, cols < HALF, HALF)", "_load_halves(ptrs, cols < HALF, 0)"),
         ("first half of a head for both", "tl.load(ptrs + HALF, mask", "tl.load(ptrs, mask"),
-        ("first sample's cos for all", "return t, 0 if shared else t.stride(0), t", "return t, 0, t"),
+        ("first sample's cos for all", "angles_of(cos),", "(cos, 0, cos.stride(-2)),", 2),
         ("second half not written", "tl.store(ptrs + HALF, y2", "tl.store(ptrs, y2"),
         ("k's number of heads for q", "_strided(q_rot), n_q_heads)", "_strided(q_rot), n_k_heads)"),
         ("k's number of heads for dq", "_strided(dq), n_q_heads,", "_strided(dq), n_k_heads,"),
@@ -87,7 +87,7 @@ FAULTS = {
         ("the output's taken for adjacent", "support.output_like(k)", "torch.empty_like(k)", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[qk_norm_rope-sin-every second column]": [
-        ("columns of sin taken for adjacent", "t = t if t.stride(-1) == 1 else t.contiguous()", "pass"),
+        ("columns of sin taken for adjacent", "angles_of(sin),", "(sin, *sin.stride()[:2]),", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[qk_norm_rope-q_weight-every second column]": [
         ("weight taken for adjacent", "q_weight.contiguous()", "q_weight", 2),

@@ -15,8 +15,8 @@ FAULTS = {
         ("first half of cos for both", "c1, c2 = c1.to(tl.float32), c2.to", "c1, c2 = c1.to(tl.float32), c1.to"),
         ("first half of sin for both", "s1, s2 = s1.to(tl.float32), s2.to", "s1, s2 = s1.to(tl.float32), s1.to"),
         ("cos for sin", "s1, s2 = s1.to(tl.float32), s2", "s1, s2 = c1.to(tl.float32), s2"),
-        ("first sample's cos for all", "_angles(cos),", "(cos, 0, cos.stride(-2)),"),
-        ("first token's sin for all", "_angles(sin),", "(*_angles(sin)[:2], 0),"),
+        ("first sample's cos for all", "angles_of(cos),", "(cos, 0, cos.stride(-2)),"),
+        ("first token's sin for all", "angles_of(sin),", "(*angles_of(sin)[:2], 0),"),
         ("second half not written", "tl.store(y_ptrs + HALF, y2", "tl.store(y_ptrs, y2"),
         ("k's halves exchanged", "k_ptrs, k1, k2, c1", "k_ptrs, k2, k1, c1"),
         ("k's number of heads for q", "(q_heads < n_q_heads)", "(q_heads < n_k_heads)"),
@@ -51,8 +51,8 @@ FAULTS = {
         ("the output's taken for adjacent", "support.output_like(k)", "torch.empty_like(k)"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rope-cos-dimensions 0 and 1 exchanged]": [
-        ("cos's stride of samples for sin", "_angles(sin),", "(sin, cos.stride(0), sin.stride(1)),"),
-        ("cos's stride of tokens for sin", "_angles(sin),", "(sin, sin.stride(0), cos.stride(1)),"),
+        ("cos's stride of samples for sin", "angles_of(sin),", "(sin, cos.stride(0), sin.stride(1)),"),
+        ("cos's stride of tokens for sin", "angles_of(sin),", "(sin, sin.stride(0), cos.stride(1)),"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rope-sin-every second column]": [
         ("columns of sin taken for adjacent", "t = t if t.stride(-1) == 1 else t.contiguous()", "pass"),
