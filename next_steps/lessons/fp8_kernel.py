@@ -404,15 +404,12 @@ def _write_transposed(codes, scales, x, x_scales, largest) -> None:
 # ---- The product -------------------------------------------------------------------------------
 
 
-def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def fp8_product(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.t() of Rows (M, K) and (N, K): (M, N) in this dtype.
 
-    On a GPU PyTorch multiplies, sums in fp32 and writes bf16, which is converted if another dtype
-    is asked for.  On a CPU the codes are multiplied in fp32.
-
-    Args:
-        fast: partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.
-            Otherwise the GPU adds partial sums to fp32 registers at intervals.
+    On a GPU PyTorch multiplies and writes bf16, which is converted if another dtype is asked for.
+    Partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.  On a CPU the
+    codes are multiplied in fp32.
     """
     if not torch.compiler.is_compiling():  # the check asks what torch.compile does not trace
         _check_product(a, b, dtype)
@@ -428,7 +425,7 @@ def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tenso
         scale_a=a.scales[:, None],
         scale_b=b.scales[None, :],
         out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        use_fast_accum=True,
     )
     return product.to(dtype)
 

@@ -46,8 +46,6 @@ FAULTS = {
     ],
     "test_error_of_dweight_does_not_grow_with_the_number_of_chunks": [
         ("dweight never summed in fp32", "dtype=torch.float32 if fp32_dweight else None", "dtype=None"),
-    ],
-    "test_error_of_dweight_is_bounded_by_default": [
         ("rounded after any number of chunks", "chunk_rows) > MAX_ROUNDINGS", "chunk_rows) > 1000"),
     ],
     "tests.contracts_numbers_test::test_outputs_and_gradients_match_float64[linear_cross_entropy-fp32]": [
