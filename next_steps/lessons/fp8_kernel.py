@@ -235,10 +235,7 @@ def _fp8_transpose_kernel(
 
 
 def quantize_rows(*parts: torch.Tensor) -> Rows:
-    """Return parts (N, K_i), side by side, as Rows (N, sum of K_i), as `quantize_rows_reference`.
-
-    There are three parts at most, of one dtype and any strides.
-    """
+    """Return one to three parts (N, K_i) of one dtype, side by side, as Rows (N, sum of K_i)."""
     return Rows(*_quantize(list(parts)))
 
 
@@ -319,7 +316,7 @@ def warps_of_row(block_size: int, numbers_per_thread: int = NUMBERS_PER_THREAD) 
 
 
 def transpose_rows(rows: Rows) -> Rows:
-    """Return Rows (K, N) of Rows (N, K), as `transpose_rows_reference`."""
+    """Return Rows (K, N) of Rows (N, K), all with the largest scale."""
     return Rows(*_transpose(*rows))
 
 
@@ -344,11 +341,10 @@ def _transpose(codes, scales):
 
 
 def quantize_transposed(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
-    """Return weights (O_i, I), one below the other and transposed: Rows (I, sum of O_i).
+    """Return weights (O_i, I), stacked and transposed, as Rows (I, sum of O_i) of one scale ().
 
-    All rows have the scale (), fp32.  With the largest scale of `quantize_stacked(*weights)` the
-    result is `transpose_rows(quantize_stacked(*weights))`, in 3 bytes a number in place of 5.  Here
-    a number is rounded once.  There it is rounded twice if it ends among the subnormals.
+    With the largest scale of `quantize_stacked(*weights)` it is that one's transpose, in 3 bytes a
+    number in place of 5, and rounded once.
     """
     return Rows(*_quantize_transposed(list(weights), scale))
 

@@ -107,10 +107,7 @@ def _scale_kernel(
 
 
 def scale_gradient(t, factor):
-    """Multiply t (n_rows, H), contiguous, by factor () in place; a factor of 1 costs a launch.
-
-    Nothing is checked: t is fp16, bf16 or fp32, and factor is on t's device.
-    """
+    """Multiply t (n_rows, H), contiguous, by factor () in place; nothing is checked."""
     n_rows, n_cols = t.shape
     factor = factor.resolve_neg()
     if t.numel() > 0:
