@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
@@ -21,25 +20,22 @@ from harness.benchmark.checking import (
     DEVICE,
     FLOOR,
     HAS_GPU,
-    Check,
     assert_all_passed,
     relative_error,
 )
 from harness.model.patching import called_function
-from next_steps.lessons import qk_norm_rope_kernel, rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_backward,
     qk_norm_rope_forward,
     triton_qk_norm_rope,
 )
 from next_steps.lessons.rope_kernel import (
-    TritonRoPEFunction,
     rope_backward,
     rope_forward,
     rope_reference,
     triton_apply_rotary_pos_emb,
 )
-from subjects import SUBJECTS, qk_norm_rope, rope, subject
+from subjects import SUBJECTS, rope, subject
 from subjects.qk_norm_rope import EPS
 from subjects.rope import HEADS, PACKED_HEADS, of_packed_heads
 from tests.fixtures import COMPILED_DTYPE, pads_rows
@@ -56,8 +52,6 @@ class Turns(NamedTuple):
     """What turns heads."""
 
     subject: subject.Subject
-    make: Callable
-    kernels: ModuleType
     forward: Callable  # of q, k, cos, sin
     backward: Callable  # of dq_rot, dk_rot, q, k, cos, sin: dq, dk
     drop_in: Callable  # of q, k, cos, sin and perhaps unsqueeze_dim
@@ -73,16 +67,12 @@ def weights(x):
 TURNS = {
     "rope": Turns(
         ROPE,
-        rope.make,
-        rope_kernel,
         rope_forward,
         lambda dq_rot, dk_rot, q, k, *angles: rope_backward(dq_rot, dk_rot, *angles),
         triton_apply_rotary_pos_emb,
     ),
     "qk_norm_rope": Turns(
         SUBJECTS["qk_norm_rope"],
-        qk_norm_rope.make,
-        qk_norm_rope_kernel,
         lambda q, k, *angles: qk_norm_rope_forward(q, k, *weights(q), EPS, *angles),
         lambda dq_rot, dk_rot, q, k, *angles: qk_norm_rope_backward(
             dq_rot, dk_rot, q, k, *weights(q), EPS, *angles
@@ -97,23 +87,6 @@ def make_inputs(shape=SMALL_SHAPE, dtype=torch.float32, **options):
     """q, k, cos, sin, dq_rot and dk_rot: see the subject's record."""
     inputs, douts = rope.make(shape[:2], shape[2:], dtype, **options)
     return *inputs.values(), *douts.values()
-
-
-def named(tensors):
-    """Return the inputs and the gradients of the outputs, by their names."""
-    q, k, cos, sin, dq_rot, dk_rot = tensors
-    return {"q": q, "k": k, "cos": cos, "sin": sin}, {"q_rot": dq_rot, "k_rot": dk_rot}
-
-
-def run(function, *tensors):
-    """(q_rot, k_rot, dq, dk) of one forward and one backward; all tensors keep their strides."""
-    return tuple(subject.run(ROPE, function, *named(tensors)).values())
-
-
-def check_against_float64(*tensors) -> list[Check]:
-    """The kernel's q_rot, k_rot, dq and dk, each against float64."""
-    worst = max((t.dtype for t in tensors), key=FLOOR.get)
-    return subject.checks(ROPE, *named(tensors), dtype=worst)
 
 
 # ---- The numbers ---------------------------------------------------------------------------------
@@ -133,7 +106,7 @@ def test_reference_is_hugging_faces_formula(dtype):
 @pytest.mark.parametrize("shape", [(2, 3), (3, 3), (1, 5)], ids=str)
 @both
 def test_angles_without_a_batch_are_every_samples(turns, shape, which):
-    inputs, douts = turns.make(shape, SIZE, torch.float32, shared=True)
+    inputs, douts = turns.subject.make(shape, SIZE, torch.float32, shared=True)
     shared = turns.run(inputs, douts)
     tables = {name: inputs[name][0] for name in which}
     with_gaps = {name: torch.stack([t, 0 * t], dim=-1)[..., 0] for name, t in tables.items()}
@@ -156,7 +129,7 @@ def test_angles_without_a_batch_are_every_samples(turns, shape, which):
 )
 def test_q_and_k_keep_their_dtype_whatever_the_others_are(of, options):
     turns = TURNS[of]
-    inputs, douts = turns.make(ROWS, SIZE, **options)
+    inputs, douts = turns.subject.make(ROWS, SIZE, **options)
     found = turns.run(inputs, douts)
     assert all(found[part].dtype == options["dtype"] for part in ("q_rot", "k_rot", "dq", "dk"))
     worst = max((t.dtype for t in inputs.values()), key=FLOOR.get)
@@ -164,9 +137,10 @@ def test_q_and_k_keep_their_dtype_whatever_the_others_are(of, options):
 
 
 def test_q_and_k_may_differ_in_dtype():
-    q, _, cos, sin, dq_rot, _ = make_inputs()
-    _, k, _, _, _, dk_rot = make_inputs(dtype=torch.float16)
-    assert_all_passed(check_against_float64(q, k, cos, sin, dq_rot, dk_rot))
+    inputs, douts = rope.make(ROWS, SIZE, torch.float32)
+    halves, half_douts = rope.make(ROWS, SIZE, torch.float16)
+    inputs, douts = inputs | {"k": halves["k"]}, douts | {"k_rot": half_douts["k_rot"]}
+    assert_all_passed(subject.checks(ROPE, inputs, douts, dtype=torch.float16))
 
 
 @pytest.mark.exhaustive
@@ -174,7 +148,7 @@ def test_q_and_k_may_differ_in_dtype():
 @both
 def test_results_are_rounded_once(turns, dtype):
     # What is rounded once is float64's answer, but for ties and rounding in fp32.
-    inputs, douts = turns.make((2, 8), (8, 2, 64), dtype)
+    inputs, douts = turns.subject.make((2, 8), (8, 2, 64), dtype)
     ref64, (theirs,) = subject.references(turns.subject, inputs, douts)
     ours = turns.run(inputs, douts)
     for part in ("q_rot", "k_rot", "dq", "dk"):
@@ -186,16 +160,17 @@ def test_results_are_rounded_once(turns, dtype):
 
 
 def test_nan_and_inf_stay_in_their_pair():
-    inputs = make_inputs()
-    clean = run(TritonRoPEFunction.apply, *inputs)
-    inputs[0][1, 2, 0, 3] = math.nan
-    inputs[4][1, 2, 0, 5] = math.inf
-    q_rot, k_rot, dq, dk = run(TritonRoPEFunction.apply, *inputs)
-    for now, then, column in ((q_rot, clean[0], 3), (dq, clean[2], 5)):
-        changed = torch.zeros_like(now, dtype=torch.bool)
+    inputs, douts = rope.make(ROWS, SIZE, torch.float32)
+    clean = TURNS["rope"].run(inputs, douts)
+    inputs["q"][1, 2, 0, 3] = math.nan
+    douts["q_rot"][1, 2, 0, 5] = math.inf
+    found = TURNS["rope"].run(inputs, douts)
+    for part, column in (("q_rot", 3), ("dq", 5)):
+        changed = torch.zeros_like(clean[part], dtype=torch.bool)
         changed[1, 2, 0, [column, column + 8]] = True
-        assert not now[changed].isfinite().any() and torch.equal(now[~changed], then[~changed])
-    assert torch.equal(k_rot, clean[1]) and torch.equal(dk, clean[3])
+        assert not found[part][changed].isfinite().any()
+        assert torch.equal(found[part][~changed], clean[part][~changed])
+    assert all(torch.equal(found[part], clean[part]) for part in ("k_rot", "dk"))
 
 
 # ---- Shapes and layouts --------------------------------------------------------------------------
@@ -238,7 +213,7 @@ ADJACENT = [
 def test_adjacent_columns_are_not_copied(of, layout, monkeypatch):
     kernel, turns = mock.MagicMock(), TURNS[of]
     name = {"rope": "_rope_kernel", "qk_norm_rope": "_qk_norm_rope_fwd_kernel"}[of]
-    monkeypatch.setattr(turns.kernels, name, kernel)
+    monkeypatch.setattr(turns.subject.kernels[0], name, kernel)
     x, (cos, sin) = laid_out(layout)
     turns.forward(x, x, cos, sin)
     args = tree_leaves(kernel.__getitem__.return_value.call_args.args)

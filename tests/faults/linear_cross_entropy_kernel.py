@@ -5,7 +5,7 @@ TESTS = "tests.linear_cross_entropy_test"  # where a test is looked for whose fi
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_one_chunk_and_many_give_the_reference[4-None-dtype0]": [
+    "test_one_chunk_and_many_give_the_reference[4-dtype0]": [
         ("dweight of the last chunk only", "beta=0 if first_row == 0 else 1", "beta=0"),
         ("dweight begins with what the memory held", "beta=0 if first_row == 0 else 1", "beta=1"),
         ("every chunk multiplied by the first one's rows", "dlogits.t(), x, beta", "dlogits.t(), rows[: len(x)], beta"),
