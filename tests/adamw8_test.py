@@ -1,7 +1,5 @@
 """Is AdamW with 8-bit moments right?
 
-`python -m tests.adamw8_test` prints three checks for each dtype, and how far the weights go beside
-those of AdamW with fp32 moments; `pytest tests/adamw8_test.py` runs the same checks and many more.
 adamw_test.py asks what is the same of both kernels, adamw_optimizer_test.py tests the optimizer.
 
 The checks compare with the lesson's reference in float64, and allow twice the error of the
@@ -12,8 +10,7 @@ middle between two codes either is right.
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
-from harness.cli import command_line
+from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare
 from next_steps.lessons.adamw8 import (
     BLOCK,
     Moments,
@@ -24,7 +21,6 @@ from next_steps.lessons.adamw8 import (
     quantize_moments,
 )
 from next_steps.lessons.adamw_kernel import adamw_reference
-from tests import printing
 from tests.adamw_test import (
     BF16,
     CODES,
@@ -32,6 +28,7 @@ from tests.adamw_test import (
     FP32,
     INF,
     NAN,
+    NUMBERS,
     SETTINGS,
     all_equal,
     counted,
@@ -59,51 +56,40 @@ def kernel_steps(start, grads, **options):
     return change, Moments(*moments)
 
 
-def reference_steps(start, grads, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
-    """Return the same of the reference: in float64 for a float64 start, else in fp32."""
-    p, moments = start, new_moments(start)
-    wide = torch.promote_types(p.dtype, FP32)
-    for step, g in enumerate(grads, start=1):
-        scalars = step, lr, *betas, eps, weight_decay
-        new, moments = adamw8_reference(p.to(wide), g.to(wide), moments, *scalars)
-        p = new.to(p.dtype)
-    return p.double() - start.double(), moments
-
-
-def kind_checks(kind) -> list[Check]:
-    """Check what one step adds to the weights, and m and v, each against float64."""
-    dtype, seed = KINDS[kind]
-    start = randn(*SHAPE, dtype=dtype)
-    g, m = uneven(start, 2)
-    before = quantize_moments(m.float(), 1.5 * m.float().square())
-    settings = 4, SETTINGS["lr"], *SETTINGS["betas"], SETTINGS["eps"], SETTINGS["weight_decay"]
-    p, ours = start.clone(), Moments(*(t.clone() for t in before))
-    adamw8_step(p, g, *ours, counted(3), *settings[1:], seed=seed)
-    wide = start.double(), g.double(), *dequantize_moments(before, torch.float64)
-    p64, *exact = adamw_reference(*wide, *settings)
-    eager, theirs = adamw8_reference(start.float(), g.float(), before, *settings)
-    changes = (each.double() - start.double() for each in (p, p64, eager.to(dtype)))
-    found = [compare(f"{kind} weights", *changes, dtype=dtype)]
-    ours, theirs = (dequantize_moments(each, torch.float64) for each in (ours, theirs))
-    for name, *abc in zip(("m", "v"), ours, exact, theirs):
-        found.append(compare(f"{kind} {name}", *abc, dtype=FP32))
-    return found
-
-
 # ---- The numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_match_the_reference(kind):
-    assert_all_passed(kind_checks(kind))
+    """What one step adds to the weights, and m and v."""
+    dtype, seed = KINDS[kind]
+    start = randn(*SHAPE, dtype=dtype)
+    g, m = uneven(start, 2)
+    before = quantize_moments(m.float(), 1.5 * m.float().square())
+    p, ours = start.clone(), Moments(*(t.clone() for t in before))
+    adamw8_step(p, g, *ours, counted(3), *NUMBERS, seed=seed)
+    wide = start.double(), g.double(), *dequantize_moments(before, torch.float64)
+    p64, *exact = adamw_reference(*wide, 4, *NUMBERS)
+    eager, theirs = adamw8_reference(start.float(), g.float(), before, 4, *NUMBERS)
+    changes = (each.double() - start.double() for each in (p, p64, eager.to(dtype)))
+    found = [compare("weights", *changes, dtype=dtype)]
+    ours, theirs = (dequantize_moments(each, torch.float64) for each in (ours, theirs))
+    for name, *abc in zip(("m", "v"), ours, exact, theirs):
+        found.append(compare(name, *abc, dtype=FP32))
+    assert_all_passed(found)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_codes_are_the_references(dtype):
     start = randn(*SHAPE, dtype=dtype)
     grads = uneven(start, 3)
-    (_, ours), (_, theirs) = kernel_steps(start, grads), reference_steps(start, grads)
+    _, ours = kernel_steps(start, grads)
+    p, theirs = start, new_moments(start)
+    for step, g in enumerate(grads, start=1):
+        scalars = step, 1e-3, 0.9, 0.999, 1e-8, 1e-2
+        new, theirs = adamw8_reference(p.float(), g.float(), theirs, *scalars)
+        p = new.to(dtype)
     for a, b in zip(ours[:2], theirs[:2]):
         apart = (a.int() - b.int()).abs()
         # a GPU divides and takes roots in its own way, which may tip what lies in the middle
@@ -175,18 +161,13 @@ def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
     torch.testing.assert_close(after, before * 0.999**100, rtol=1e-3, atol=0.0)
 
 
-def distance_from_fp32(steps=30):
-    """Return how far the weights are from those of fp32 moments, in parts of their change."""
-    start = randn(4 * BLOCK)
-    grads, settings = uneven(start, steps), {"lr": 1e-2, "weight_decay": 0.0}
-    ours, _ = kernel_steps(start, grads, **settings)
-    fp32, _, _ = steps_with(start, grads, **settings, moments_dtype=FP32)
-    return ((ours - fp32).norm() / fp32.norm()).item()
-
-
 def test_weights_go_where_those_of_fp32_moments_go():
     """A code is off by 1 to 5 % at the sizes that most elements have, and that is the bound."""
-    assert 1e-4 < distance_from_fp32() < 0.05
+    start = randn(4 * BLOCK)
+    grads, settings = uneven(start, 30), {"lr": 1e-2, "weight_decay": 0.0}
+    ours, _ = kernel_steps(start, grads, **settings)
+    fp32, _, _ = steps_with(start, grads, **settings, moments_dtype=FP32)
+    assert 1e-4 < (ours - fp32).norm() / fp32.norm() < 0.05
 
 
 # ---- Numbers that are none -----------------------------------------------------------------------
@@ -222,18 +203,3 @@ def test_no_elements_are_no_step():
     assert new_moments(p).scales.shape == (2, 0)
     adamw8_step(p, p.clone(), *new_moments(p), counted(0), 0.05, 0.8, 0.95, 1e-3, 0.3)
     assert all(t.numel() == 0 for t in quantize_moments(p, p))
-
-
-# ---- The table -----------------------------------------------------------------------------------
-
-
-def main() -> int:
-    command_line.Parser(__doc__).parse_args()
-    printing.title("AdamW, 8-bit moments")
-    passed = printing.cases({kind: kind for kind in KINDS}, kind_checks)
-    print(f"\nAfter 30 steps: {distance_from_fp32():.2%} of their way from where fp32 moments lead")
-    return printing.verdict("AdamW with 8-bit moments, correctness", passed)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)

@@ -1,9 +1,7 @@
 """Is the AdamW kernel right, and what is the same of it and of the one with 8-bit moments?
 
-`python -m tests.adamw_test` prints three checks for each dtype and what stochastic rounding does;
-`pytest tests/adamw_test.py` runs the same checks and many more.  adamw8_test.py tests what is the
-8-bit moments' alone, adamw_optimizer_test.py the optimizer around the kernels.  Without a GPU the
-kernels run on the CPU, in Triton's interpreter.
+adamw8_test.py tests what is the 8-bit moments' alone, adamw_optimizer_test.py the optimizer around
+the kernels.
 
 The checks compare with float64, and allow twice the error of torch.optim.AdamW (see checking.py).
 Of a weight they compare the change: a step is so small beside the weight that a wrong step would
@@ -16,8 +14,7 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
-from harness.cli import command_line
+from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare
 from kernel_support import tl, triton
 from next_steps.lessons import adamw8, adamw_kernel
 from next_steps.lessons.adamw8 import adamw8_step, dequantize_moments, new_moments, quantize_moments
@@ -28,7 +25,6 @@ from next_steps.lessons.adamw_kernel import (
     store_rounded,
 )
 from next_steps.lessons.adamw_optimizer import TritonAdamW, new_state
-from tests import printing
 from tests.fixtures import needs_gpu
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -135,37 +131,26 @@ def all_equal(a, b):
     return all(map(torch.equal, a, b))
 
 
-def check_against_float64(
-    name, start, grads, moments_dtype, stochastic=False, **settings
-) -> list[Check]:
-    """Check the weights' change, m and v after some steps, each against float64."""
-    settings = {**SETTINGS, **settings}
-    options = {"moments_dtype": moments_dtype, "seed": 0 if stochastic else None}
-    ours = kernel_steps(start, grads, **settings, **options)
-    p64, m64, v64 = eager_steps(start.double(), [g.double() for g in grads], **settings)
-    if moments_dtype == start.dtype:
-        eager = torch_steps(start, grads, **settings)
-    else:  # which torch.optim.AdamW does not offer
-        p, m, v = eager_steps(start, grads, **settings, moments_dtype=moments_dtype)
-        eager = p.double() - start.double(), m, v
-    dtypes = (start.dtype, moments_dtype, moments_dtype)
-    parts = zip(("weights", "m", "v"), ours, (p64 - start.double(), m64, v64), eager, dtypes)
-    return [compare(f"{name} {part}", *abc, dtype=dtype) for part, *abc, dtype in parts]
-
-
-def kind_checks(kind) -> list[Check]:
-    dtype, moments_dtype, stochastic = KINDS[kind]
-    start = randn(*SHAPE, dtype=dtype)
-    return check_against_float64(kind, start, gradients(start, 4), moments_dtype, stochastic)
-
-
 # ---- The numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_match_float64(kind):
-    assert_all_passed(kind_checks(kind))
+    """The weights' change, m and v after some steps."""
+    dtype, moments_dtype, stochastic = KINDS[kind]
+    start = randn(*SHAPE, dtype=dtype)
+    grads, seed = gradients(start, 4), 0 if stochastic else None
+    ours = kernel_steps(start, grads, **SETTINGS, moments_dtype=moments_dtype, seed=seed)
+    p64, m64, v64 = eager_steps(start.double(), [g.double() for g in grads], **SETTINGS)
+    if moments_dtype == dtype:
+        eager = torch_steps(start, grads, **SETTINGS)
+    else:  # which torch.optim.AdamW does not offer
+        p, m, v = eager_steps(start, grads, **SETTINGS, moments_dtype=moments_dtype)
+        eager = p.double() - start.double(), m, v
+    parts = zip(("weights", "m", "v"), ours, (p64 - start.double(), m64, v64), eager)
+    dtypes = {"weights": dtype, "m": moments_dtype, "v": moments_dtype}
+    assert_all_passed([compare(part, *results, dtype=dtypes[part]) for part, *results in parts])
 
 
 def test_reference_is_torchs_formula():
@@ -414,31 +399,22 @@ WAYS = {  # name: optimizer, dtype, options
 }
 
 
-def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
-    """Return, by name, what steps do to weights like a language model's.
-
-    (fraction that one step moves, mean movement in units of fp32's)
-    """
-    start, sign = 0.02 * randn(n), randn(n, seed=1).sign()
-    results = {}
+@pytest.mark.exhaustive
+def test_small_steps_are_kept_on_average():
+    """Of weights like a language model's, in units of fp32's movement."""
+    start, sign, lr, steps = 0.02 * randn(20_000), randn(20_000, seed=1).sign(), 1e-5, 5
+    moved, distance = {}, {}
     for name, (optimizer_class, dtype, options) in WAYS.items():
         p = torch.nn.Parameter(start.to(dtype, copy=True))
         before = p.detach().clone()
         optimizer = optimizer_class([p], lr=lr, weight_decay=0.0, **options)
         train(optimizer, [[sign.to(dtype)]])
-        moved = (p != before).double().mean().item()
+        moved[name] = (p != before).double().mean()
         train(optimizer, [[sign.to(dtype)]] * (steps - 1))
-        results[name] = moved, (-sign * (p - before)).double().mean().item() / (steps * lr)
-    return results
-
-
-@pytest.mark.exhaustive
-def test_small_steps_are_kept_on_average():
-    results = moved_weights()
-    moved, distance = results["bf16, torch.optim.AdamW"]
-    assert moved < 0.25 and distance < 0.4
-    assert abs(results["fp32"][1] - 1) < 0.01
-    assert abs(results["bf16, stochastic"][1] - 1) < 0.03
+        distance[name] = (-sign * (p - before)).double().mean() / (steps * lr)
+    nearest = "bf16, torch.optim.AdamW"
+    assert moved[nearest] < 0.25 and distance[nearest] < 0.4
+    assert abs(distance["fp32"] - 1) < 0.01 and abs(distance["bf16, stochastic"] - 1) < 0.03
 
 
 @pytest.mark.exhaustive
@@ -453,8 +429,8 @@ def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
     assert abs(v[0].double().mean() / 0.999**steps - 1) < 0.002
 
 
-def small_model_losses(steps=40) -> dict[str, float]:
-    """Return, by name, the loss of a small network after training, in fp32 on all data."""
+@pytest.mark.exhaustive
+def test_small_model_trains_as_in_fp32():
     x = randn(512, 16, seed=1)
     y = torch.tanh(2 * x @ randn(16, 8, seed=2) / 4).sum(-1, keepdim=True)
     start = [randn(16, 32, seed=3) / 4, randn(32, 1, seed=4) / 32**0.5]
@@ -467,17 +443,11 @@ def small_model_losses(steps=40) -> dict[str, float]:
     for name, (optimizer_class, dtype, options) in WAYS.items():
         weights = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in start]
         optimizer = optimizer_class(weights, lr=1e-3, **options)
-        for step in range(steps):
+        for step in range(40):
             optimizer.zero_grad()
             loss_of(weights, slice(64 * (step % 8), 64 * (step % 8) + 64)).backward()
             optimizer.step()
         losses[name] = loss_of(weights).item()
-    return losses
-
-
-@pytest.mark.exhaustive
-def test_small_model_trains_as_in_fp32():
-    losses = small_model_losses()
     lag = {name: abs(loss - losses["fp32"]) for name, loss in losses.items()}
     assert lag["bf16, stochastic"] < 0.2 * lag["bf16, torch.optim.AdamW"], losses
 
@@ -699,24 +669,3 @@ def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(
             options = {"lr": n * 1e-6, "moments_dtype": moments, "seed": n, "index": index}
             kernel_steps(start, gradients(start, 2), **options)
         assert len(compiled_kernels) == kernels
-
-
-# ---- The table ---------------------------------------------------------------------------------
-
-
-def main() -> int:
-    command_line.Parser(__doc__).parse_args()
-    printing.title("AdamW")
-    passed = printing.cases({kind: kind for kind in KINDS}, kind_checks)
-    print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
-    print("  moved by one step, and how far all go in 5 steps, in units of lr:")
-    for name, (moved, distance) in moved_weights().items():
-        print(f"  {name:<26} {moved:7.1%} {distance:8.3f}")
-    print("\nLoss of a small network after 40 steps")
-    for name, loss in small_model_losses().items():
-        print(f"  {name:<26} {loss:.4f}")
-    return printing.verdict("AdamW correctness", passed)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)
