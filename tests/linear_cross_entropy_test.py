@@ -48,7 +48,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_tiles(monkeypatch):
     """Let small vocabularies take several tiles too."""
     if not HAS_GPU:

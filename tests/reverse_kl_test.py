@@ -24,10 +24,9 @@ from next_steps.lessons.reverse_kl_kernel import (
 from subjects.reverse_kl import MEAN, bad_input, make, many_times, reference
 from subjects.subject import Subject, checks, compare_parts, references, run
 from tests import tiles
-from tests.cross_entropy_more_test import (  # noqa: F401  pytest takes the latter two
+from tests.cross_entropy_more_test import (  # noqa: F401  pytestmark is pytest's
     assert_only_row_3_differs,
     pytestmark,
-    small_tiles,
 )
 from tests.two_processes import in_two_processes
 
