@@ -85,7 +85,7 @@ def benchmark(
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]
-    per_element = spec.work * (dtype.itemsize if spec.rate is specs.BANDWIDTH else 1) + spec.beside
+    per_element = spec.per_element(dtype.itemsize)
     peers, absent = find_peers(kernel)
     compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
     rows = []

@@ -181,7 +181,7 @@ def test_bytes_are_the_facts_passes(count):
     launch = launch_of(count.kernel)[1]
     vocabulary = 131_072 if count.kernel.startswith("_reverse_kl") else 128_256
     numbers = (NUMBERS | {"logits": TOKENS * vocabulary})[launch.tensor]
-    assert count.n_bytes == pytest.approx(2 * launch.passes * numbers, rel=0.05)
+    assert count.n_bytes == pytest.approx(launch.bytes_per_number(2) * numbers, rel=0.05)
 
 
 @pytest.mark.parametrize("case, name", [
