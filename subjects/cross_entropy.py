@@ -14,6 +14,7 @@ from subjects.subject import (
     Subject,
     bad_inputs,
     generator_of,
+    normals,
     of_rows,
     refused_tensors,
 )
@@ -33,6 +34,15 @@ def make(rows, V, dtype, seed=0, ignore_index=-100, offset=0.0):
     upstream = 0.5 + torch.rand((), **options)
     return {"logits": logits.to(DEVICE, dtype), "targets": targets.to(DEVICE)}, {
         "loss": upstream.to(DEVICE)
+    }
+
+
+def make_plain(rows, V, dtype, seed=0):
+    """Return what a benchmark takes: logits of a new model, and targets that all count."""
+    logits = normals(seed, dtype, math.prod(rows) * V)(*rows, V)
+    targets = torch.randint(V, rows, generator=torch.Generator().manual_seed(seed))
+    return {"logits": logits, "targets": targets.to(DEVICE)}, {
+        "loss": torch.ones((), device=DEVICE)
     }
 
 

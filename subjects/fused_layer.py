@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
     SwiGLULinearFunction,
@@ -14,7 +13,7 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from subjects.subject import PADDED_WIDTHS, Subject, bad_call
+from subjects.subject import PADDED_WIDTHS, Subject, bad_call, normals
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I
@@ -66,11 +65,7 @@ def drawn(rows, size, dtype, seed):
     in).
     """
     H, I = size
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, mean=0.0, scale=1.0):
-        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
-
+    normal = normals(seed, dtype, H * I)
     return {
         "x": normal(*rows, H, mean=0.5, scale=1.5),
         "norm_weight": normal(H, mean=0.5),

@@ -5,7 +5,7 @@ import math
 import torch
 
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.benchmark.checking import HAS_GPU
 from next_steps.layers import lora_swiglu as kernels_of_both
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
@@ -30,7 +30,7 @@ from subjects.fused_layer import (
     SIZE,
     refused,
 )
-from subjects.subject import Subject, bad_call
+from subjects.subject import Subject, bad_call, normals
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75
@@ -100,11 +100,7 @@ def drawn(rows, size, dtype, seed):
     """
     H, I = size
     half = -(-I // 2)
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, mean=0.0, scale=1.0):
-        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
-
+    normal = normals(seed, dtype, H * I)
     t = {"x": normal(*rows, H, mean=0.5, scale=1.5), "norm_weight": normal(H, mean=0.5)}
     widths = {"gate": (H, I), "up": (H, half), "down": (I, H)}
     for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, RANKS[0])):
@@ -130,13 +126,11 @@ def maker(inputs, outputs):
     return make
 
 
-def make_both(rows, size, dtype, seed=0):
+def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS):
     """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
-    t = drawn(rows, size, dtype, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    shapes = {"h": (math.prod(rows), sum(BOTH_RANKS)), "b_gate": (size[1], BOTH_RANKS[0])}
-    for name, shape in (shapes | {"b_up": (size[1], BOTH_RANKS[1])}).items():
-        t[name] = torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    t, normal = drawn(rows, size, dtype, seed), normals(seed + 1, dtype)
+    shapes = (math.prod(rows), sum(ranks)), *((size[1], rank) for rank in ranks)
+    t |= zip(("h", "b_gate", "b_up"), (normal(*shape) for shape in shapes))
     return {name: t[name] for name in BOTH_INPUTS}, {"down": t["ddown"]}
 
 

@@ -8,7 +8,7 @@ from harness.benchmark.checking import DEVICE
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction, qk_norm_rope_reference
 from subjects import rope
-from subjects.subject import Subject, bad_call, refused_tensors
+from subjects.subject import Subject, bad_call, normals, refused_tensors
 
 EPS = 1e-6  # Qwen3's rms_norm_eps
 
@@ -16,15 +16,10 @@ EPS = 1e-6  # Qwen3's rms_norm_eps
 def make(rows, size, dtype, seed=0, weight_dtype=None, **options):
     """RoPE's inputs, and weights of both signs and far from 1, one for q and another for k."""
     inputs, douts = rope.make(rows, size, dtype, seed, **options)
-    generator = torch.Generator().manual_seed(seed + 1)
-    weights = {
-        f"{name}_weight": (mean + torch.randn(size[-1], generator=generator)).to(
-            DEVICE, weight_dtype or dtype
-        )
-        for name, mean in (("q", 0.5), ("k", -1.0))
-    }
-    q_and_k, angles = list(inputs.items())[:2], list(inputs.items())[2:]
-    return dict(q_and_k) | weights | dict(angles), douts
+    normal = normals(seed + 1, weight_dtype or dtype)
+    q, k, cos, sin = inputs.values()
+    weights = {"q_weight": normal(size[-1], mean=0.5), "k_weight": normal(size[-1], mean=-1.0)}
+    return {"q": q, "k": k, **weights, "cos": cos, "sin": sin}, douts
 
 
 def function(q, k, q_weight, k_weight, cos, sin, eps=EPS):
@@ -126,27 +121,26 @@ def bad_input():
     return calls | refused_tensors(inputs)
 
 
-SUBJECTS = (
-    Subject(
-        name="qk_norm_rope",
-        kernels=(qk_norm_rope_kernel,),
-        function=function,
-        reference=reference,
-        eager=eager,
-        make=make,
-        differentiable=("q", "k", "q_weight", "k_weight"),
-        wrong_answers=wrong_answers,
-        size=rope.SIZE,
-        ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
-        + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
-        large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
-        **rope.OF_HEADS,
-        saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
-        in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
-        workspace=lambda inputs: 2**21,  # the partial sums of dw
-        bad_input=bad_input,
-        exempt={
-            "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
-        },
-    ),
+QK_NORM_ROPE = Subject(
+    name="qk_norm_rope",
+    kernels=(qk_norm_rope_kernel,),
+    function=function,
+    reference=reference,
+    eager=eager,
+    make=make,
+    differentiable=("q", "k", "q_weight", "k_weight"),
+    wrong_answers=wrong_answers,
+    size=rope.SIZE,
+    ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
+    + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
+    large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
+    **rope.OF_HEADS,
+    saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
+    in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
+    workspace=lambda inputs: 2**21,  # the partial sums of dw
+    bad_input=bad_input,
+    exempt={
+        "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
+    },
 )
+SUBJECTS = (QK_NORM_ROPE,)

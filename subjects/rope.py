@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE, HAS_GPU
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.rope_kernel import TritonRoPEFunction, rope_reference
-from subjects.subject import BadInput, Subject, as_tuple, refused_tensors
+from subjects.subject import BadInput, Subject, as_tuple, normals, refused_tensors
 
 SIZE = 4, 2, 16  # query heads, key heads, D
 # qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between rows of more than 1,024
@@ -31,24 +31,16 @@ def make(rows, size, dtype, seed=0, angle_dtype=None, shared=False):
     """
     B, T = batch_and_tokens(rows)
     n_q_heads, n_k_heads, D = size
-    generator = torch.Generator().manual_seed(seed)
+    normal = normals(seed, dtype, B * T * n_q_heads * D)
 
     def heads(n_heads, mean):
-        x = mean + torch.randn((B, T, n_heads, D), generator=generator)
-        return x.to(DEVICE, dtype).transpose(1, 2)
+        return normal(B, T, n_heads, D, mean=mean).transpose(1, 2)
 
-    def angles():
-        return torch.randn((1 if shared else B, T, D), generator=generator).to(
-            DEVICE, angle_dtype or dtype
-        )
-
-    inputs = {
-        "q": heads(n_q_heads, 0.5),
-        "k": heads(n_k_heads, -0.5),
-        "cos": angles(),
-        "sin": angles(),
-    }
-    return inputs, {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
+    q, k = heads(n_q_heads, 0.5), heads(n_k_heads, -0.5)
+    of_angles = 1 if shared else B, T, D
+    cos, sin = (normal(*of_angles, dtype=angle_dtype or dtype) for _ in range(2))
+    douts = {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
+    return {"q": q, "k": k, "cos": cos, "sin": sin}, douts
 
 
 def eager(q, k, cos, sin):
@@ -213,11 +205,7 @@ def of_packed_heads(
 
     def make(rows, size, dtype, seed=0):
         (B, T), (n_q_heads, n_k_heads, D) = batch_and_tokens(rows), size
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
+        normal = normals(seed, dtype)
         cos, sin = (angles(t).to(dtype) for t in rotation(B, T, D))
         inputs = {
             "x": normal(B, T, 24),
@@ -269,27 +257,26 @@ OF_HEADS = {  # of every function of q, k, cos and sin
     "row_inputs": ("q", "k", "cos", "sin"),  # samples, as rows
     "bad_when_compiled": "k of another D",
 }
-SUBJECTS = (
-    Subject(
-        name="rope",
-        kernels=(rope_kernel,),
-        function=TritonRoPEFunction.apply,
-        reference=rope_reference,
-        eager=eager,
-        make=make,
-        differentiable=("q", "k"),
-        wrong_answers=wrong_answers,
-        size=SIZE,
-        ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
-        + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
-        large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
-        **OF_HEADS,
-        saved=("cos", "sin"),
-        in_a_graph=of_packed_heads,
-        workspace=lambda inputs: 2**20,
-        bad_input=bad_input,
-        exempt={
-            "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
-        },
-    ),
+ROPE = Subject(
+    name="rope",
+    kernels=(rope_kernel,),
+    function=TritonRoPEFunction.apply,
+    reference=rope_reference,
+    eager=eager,
+    make=make,
+    differentiable=("q", "k"),
+    wrong_answers=wrong_answers,
+    size=SIZE,
+    ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
+    + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
+    large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
+    **OF_HEADS,
+    saved=("cos", "sin"),
+    in_a_graph=of_packed_heads,
+    workspace=lambda inputs: 2**20,
+    bad_input=bad_input,
+    exempt={
+        "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
+    },
 )
+SUBJECTS = (ROPE,)

@@ -182,6 +182,17 @@ def generator_of(seed: int, numbers: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def normals(seed: int, dtype: torch.dtype, numbers: int = 0) -> Callable:
+    """Return normal(*shape), which draws tensors from one source of so many random numbers."""
+    generator = generator_of(seed, numbers)
+
+    def normal(*shape, mean=0.0, scale=1.0, dtype=dtype):
+        drawn = torch.randn(shape, generator=generator, device=generator.device)
+        return (mean + scale * drawn).to(DEVICE, dtype)
+
+    return normal
+
+
 def of_rows(make: Callable) -> Callable:
     """Return `make` of a loss, with an upstream gradient for each row instead of one for all."""
 

@@ -702,20 +702,19 @@ def test_step_without_bias_correction_is_found():
     assert errors["update"] > 0.1 > 2 * right["update"] + 5e-3
 
 
-def test_reference_of_a_linear_loss_is_the_same_in_chunks(monkeypatch):
-    whole = PROBLEMS["linear_cross_entropy"](7, (16, 50), torch.float32).exact
-    monkeypatch.setattr(problems, "LOGITS_CHUNK", 3)
-    monkeypatch.setattr(problems, "CHECKED_ROWS", 3)  # of the first chunk
-    parts = PROBLEMS["linear_cross_entropy"](7, (16, 50), torch.float32).exact
+@pytest.mark.parametrize("kernel, size", [("linear_cross_entropy", (16, 50)), ("rmsnorm", 16)])
+def test_exact_results_are_the_same_in_chunks(kernel, size):
+    whole = PROBLEMS[kernel](7, size, torch.float32).exact
+    in_chunks = PROBLEMS[kernel](7, size, torch.float32, chunk=3).exact
     for name, expected in whole.items():
-        torch.testing.assert_close(parts[name], expected[:3])
+        torch.testing.assert_close(in_chunks[name], expected[: len(in_chunks[name])])
 
 
 @pytest.mark.parametrize("tokens, shape", [(8192, (4, 2048)), (6, (1, 6)), (3000, (2, 1500))])
 def test_tokens_of_rope_are_as_few_sequences_as_possible(tokens, shape, monkeypatch):
     monkeypatch.setattr(problems, "Q_HEADS", 2)
     monkeypatch.setattr(problems, "K_HEADS", 1)
-    q, k, cos, _ = problems.rope_problem(tokens, 3 * 128, torch.bfloat16).inputs
+    q, k, cos, _ = PROBLEMS["rope"](tokens, 3 * 128, torch.bfloat16).inputs
     (B, T) = shape
     assert q.shape == (B, 2, T, 128) and k.shape == (B, 1, T, 128) and cos.shape == (1, T, 128)
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
@@ -729,7 +728,7 @@ def test_tokens_of_rope_are_as_few_sequences_as_possible(tokens, shape, monkeypa
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 @pytest.mark.parametrize("waits", [False, True], ids=["ours", "another"])
 def test_overwritten_inputs_are_timed_as_they_are_and_judged_when_fresh(waits, monkeypatch):
-    problem = problems.cross_entropy_problem(4, 100, torch.float32)
+    problem = PROBLEMS["cross_entropy"](4, 100, torch.float32)
     how = {"backward_again": False, "waits": waits}
     destroyer = Implementation(IN_PLACE, TritonCrossEntropyLoss(inplace=True), **how)
     before = problem.inputs[0].clone()

@@ -14,13 +14,7 @@ import cross_entropy_kernel
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
-from next_steps.comparisons.benchmark_problems import (
-    ADAMW,
-    EPS,
-    QWEN3_EPS,
-    TORCH_DTYPES,
-    eager_rmsnorm,
-)
+from next_steps.comparisons.benchmark_problems import ADAMW, TORCH_DTYPES
 from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
@@ -36,6 +30,9 @@ from next_steps.lessons.swiglu_kernel import (
     swiglu_reference,
 )
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+from subjects import rmsnorm
+from subjects.qk_norm_rope import EPS as QWEN3_EPS
+from subjects.rmsnorm import EPS
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,8 @@ def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
-    ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
-    eager = Implementation(specs.EAGER, eager_rmsnorm)
+    ours = Implementation(specs.OURS, rmsnorm.norm)
+    eager = Implementation(specs.EAGER, rmsnorm.reference)
     return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
 
 

@@ -13,8 +13,10 @@ from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import describe
 from next_steps.comparisons.benchmark_contenders import norm_then_rope
-from next_steps.comparisons.benchmark_problems import ADAMW, EPS, QWEN3_EPS
+from next_steps.comparisons.benchmark_problems import ADAMW
 from next_steps.lessons.nf4_kernel import BLOCK, GROUP
+from subjects.qk_norm_rope import EPS as QWEN3_EPS
+from subjects.rmsnorm import EPS
 
 LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
