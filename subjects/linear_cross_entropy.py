@@ -146,6 +146,7 @@ FORWARD = Subject(
     reference=reference("mean"),
     eager=eager("mean"),
     make=make,
+    make_plain=make_plain,
     differentiable=("hidden", "weight"),
     split=rows_of_targets_and_others,
     wrong_answers=wrong_answers,
@@ -180,6 +181,7 @@ ROWS = replace(
     reference=reference("none"),
     eager=eager("none"),
     make=of_rows(make),
+    make_plain=of_rows(make_plain),
     fixed_outputs={"loss": "is a view and is being modified inplace"},
     exact_again=True,
 )

@@ -128,6 +128,7 @@ QK_NORM_ROPE = Subject(
     reference=reference,
     eager=eager,
     make=make,
+    make_plain=partial(make, shared=True),
     differentiable=("q", "k", "q_weight", "k_weight"),
     wrong_answers=wrong_answers,
     size=rope.SIZE,

@@ -1,6 +1,7 @@
 """RoPE of queries and keys at once, by angles that belong to tokens."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -264,6 +265,7 @@ ROPE = Subject(
     reference=rope_reference,
     eager=eager,
     make=make,
+    make_plain=partial(make, shared=True),
     differentiable=("q", "k"),
     wrong_answers=wrong_answers,
     size=SIZE,

@@ -88,6 +88,8 @@ class Subject:
     reference: Callable
     # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
     make: Callable
+    # the same as a training step has it, for benchmarks: no row is left out; `make` unless told
+    make_plain: Callable | None = None
     differentiable: tuple[str, ...]
     size: object
     # another subject has the same autograd Function, with other settings

@@ -666,11 +666,11 @@ from tools.pretended_gpu import compile_all
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction
 names = ["reverse KL, batchmean, V = 131,072", "reverse KL, none, V = 131,072"]
 remedies = [
-    Case(c.name, c.function, c.arguments, (1,), ("bf16",)) for c in CASES["reverse_kl"] if c.name in
+    Case(c.name, c.function, c.arguments, 1, ("bf16",)) for c in CASES["reverse_kl"] if c.name in
     names
 ]
 arguments = lambda t: (t(8, 32_768), t(8, 32_768))
-one_tile = Case("one tile", ObviousReverseKLFunction, arguments, (1,), ("bf16",))
+one_tile = Case("one tile", ObviousReverseKLFunction, arguments, 1, ("bf16",))
 rows = compile_all([one_tile, *remedies], "sm_90")
 print([(row.kernel, row.registers, row.spills) for row in rows])
 """

@@ -33,7 +33,6 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # this rate changes bf16 weights vis
 
 def problem(
     subject: Subject,
-    make: Callable,
     groups: dict[str, list[str]],
     rows: int | tuple[int, ...],
     size: object,
@@ -47,6 +46,7 @@ def problem(
     Args:
         groups: {name in a record: parts, or pieces of parts as `Subject.split` has them}.
     """
+    make = subject.make_plain or subject.make
     inputs, douts = make(rows if isinstance(rows, tuple) else (rows,), size, dtype)
     names = [*douts, *(f"d{name}" for name in subject.differentiable)]
     of_rows = {*douts, *(f"d{name}" for name in subject.row_inputs)}
@@ -95,11 +95,10 @@ def of_heads(subject: Subject, **groups: list[str]) -> Callable:
     def of_tokens(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
         lengths = range(min(tokens, MAX_SEQUENCE), 0, -1)
         T = next(length for length in lengths if tokens % length == 0)
-        make, heads = partial(subject.make, shared=True), (Q_HEADS, K_HEADS, HEAD_DIM)
-        return problem(subject, make, groups, (tokens // T, T), heads, dtype, chunk=1)
+        heads = Q_HEADS, K_HEADS, HEAD_DIM
+        return problem(subject, turned | groups, (tokens // T, T), heads, dtype, chunk=1)
 
     turned = {"rotated": ["q_rot", "k_rot"], "gradient": ["dq", "dk"]}
-    groups = turned | groups
     return of_tokens
 
 
@@ -165,25 +164,13 @@ def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Problem
-    "rmsnorm": partial(
-        problem,
-        rmsnorm.NORM,
-        rmsnorm.make,
-        {"dx": ["dx"], "dW": ["dweight"]},
-        chunk=4096,
-    ),
+    "rmsnorm": partial(problem, rmsnorm.NORM, {"dx": ["dx"], "dW": ["dweight"]}, chunk=4096),
     "cross_entropy": partial(
         problem,
         cross_entropy.MEAN,
-        cross_entropy.make_plain,
         {"target": ["dlogits (target entries)"], "other": ["dlogits (other entries)"]},
     ),
-    "swiglu": partial(
-        problem,
-        swiglu.SWIGLU,
-        swiglu.make,
-        {"y": ["y"], "dgate": ["dgate"], "dup": ["dup"]},
-    ),
+    "swiglu": partial(problem, swiglu.SWIGLU, {part: [part] for part in ("y", "dgate", "dup")}),
     "rope": of_heads(rope.ROPE),
     "qk_norm_rope": of_heads(qk_norm_rope.QK_NORM_ROPE, dW=["dq_weight", "dk_weight"]),
     "adamw": adamw_problem,
@@ -191,7 +178,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "linear_cross_entropy": partial(
         problem,
         linear_cross_entropy.FORWARD,
-        linear_cross_entropy.make_plain,
         {
             "dhidden": ["dhidden"],
             "dW target": ["dweight (targets' rows)"],
@@ -202,7 +188,6 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Prob
     "reverse_kl": partial(
         problem,
         reverse_kl.MEAN,
-        reverse_kl.make_plain,
         {
             "probable": ["dstudent_logits (most probable columns)"],
             "other": ["dstudent_logits (other columns)"],
