@@ -94,7 +94,7 @@ def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
     return lora_linear_reference(y, *of_down, scale=THREE_SCALES[2])
 
 
-def drawn(rows, size, dtype, seed):
+def drawn(rows, size, dtype, seed, rank_of_down=RANKS[0]):
     """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in),
     of the adapters (rank, in) and (out, rank), biases (out,).  `up` is half as wide as gate.
     """
@@ -103,7 +103,7 @@ def drawn(rows, size, dtype, seed):
     normal = normals(seed, dtype, H * I)
     t = {"x": normal(*rows, H, mean=0.5, scale=1.5), "norm_weight": normal(H, mean=0.5)}
     widths = {"gate": (H, I), "up": (H, half), "down": (I, H)}
-    for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, RANKS[0])):
+    for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, rank_of_down)):
         t[f"w_{name}"] = normal(width_out, width_in, scale=width_in**-0.5)
         t[f"a_{name}"] = normal(rank, width_in, scale=width_in**-0.5)
         t[f"b_{name}"] = normal(width_out, rank, scale=rank**-0.5)
@@ -126,9 +126,9 @@ def maker(inputs, outputs):
     return make
 
 
-def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS):
+def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS, rank_of_down=RANKS[0]):
     """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
-    t, normal = drawn(rows, size, dtype, seed), normals(seed + 1, dtype)
+    t, normal = drawn(rows, size, dtype, seed, rank_of_down), normals(seed + 1, dtype)
     shapes = (math.prod(rows), sum(ranks)), *((size[1], rank) for rank in ranks)
     t |= zip(("h", "b_gate", "b_up"), (normal(*shape) for shape in shapes))
     return {name: t[name] for name in BOTH_INPUTS}, {"down": t["ddown"]}

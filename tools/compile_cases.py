@@ -77,8 +77,9 @@ def linear_loss(name: str, reduction: str, vocab: int = V) -> Case:
 
 
 def adapted(rank: int) -> Case:
-    name, make = f"SwiGLU with adapters, R = {rank}", partial(make_both, ranks=(rank, rank))
-    return case(name, "lora_swiglu", (H, INTERMEDIATE), lora_swiglu_inplace, make, **BF16)
+    make = partial(make_both, ranks=(rank, rank), rank_of_down=rank)
+    how = (H, INTERMEDIATE), lora_swiglu_inplace, make
+    return case(f"SwiGLU with adapters, R = {rank}", "lora_swiglu", *how, **BF16)
 
 
 def adamw(name: str, *in_tensors: str, shape=(H, H), dtypes=Case.dtypes, **options) -> Case:

@@ -98,7 +98,8 @@ def launch_others(tokens: int, hidden: int, inner: int) -> None:
     transpose_rows(rows)
     quantize_transposed(of_norm["x"], scale=rows.scales.amax())
     rmsnorm_fp8(*of_norm.values(), rmsnorm.EPS)
-    adapted = lora_linear.make_both((tokens,), (hidden, inner), torch.bfloat16, ranks=(16, 16))
+    ranks = {"ranks": (16, 16), "rank_of_down": 16}
+    adapted = lora_linear.make_both((tokens,), (hidden, inner), torch.bfloat16, **ranks)
     run(SUBJECTS["lora_swiglu"], lora_linear.lora_swiglu, *adapted)
 
 
