@@ -30,7 +30,7 @@ from subjects.fused_layer import (
     SIZE,
     refused,
 )
-from subjects.subject import Subject, bad_call, normals
+from subjects.subject import Subject, bad_call, chosen, normals
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75
@@ -116,16 +116,6 @@ def drawn(rows, size, dtype, seed, rank_of_down=RANKS[0]):
     }
 
 
-def maker(inputs, outputs):
-    """A record's `make`, of these inputs and of the gradients of these outputs."""
-
-    def make(rows, size, dtype, seed=0):
-        t = drawn(rows, size, dtype, seed)
-        return {name: t[name] for name in inputs}, {name: t[f"d{name}"] for name in outputs}
-
-    return make
-
-
 def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS, rank_of_down=RANKS[0]):
     """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
     t, normal = drawn(rows, size, dtype, seed, rank_of_down), normals(seed + 1, dtype)
@@ -142,9 +132,10 @@ OF_GATE, OF_UP, OF_DOWN = (
 LORA_INPUTS = "x", *OF_GATE, *OF_UP
 NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up", "bias_up"
 SWIGLU_INPUTS = "gate", "up", *OF_DOWN
-make_lora = maker(LORA_INPUTS, ("gate", "up"))
-make_norm = maker(NORM_INPUTS, ("residual", "gate", "up"))
-make_swiglu = maker(SWIGLU_INPUTS, ("down",))
+OF_BOTH = {"gate": "dgate", "up": "dup"}
+make_lora = chosen(drawn, LORA_INPUTS, OF_BOTH)
+make_norm = chosen(drawn, NORM_INPUTS, {"residual": "dresidual"} | OF_BOTH)
+make_swiglu = chosen(drawn, SWIGLU_INPUTS, {"down": "ddown"})
 
 
 def wrong_lora_gradients(inputs, douts, right):

@@ -1,5 +1,6 @@
 """Qwen3's RMSNorm of each head of q and k, and RoPE of what it gives."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -85,40 +86,21 @@ def wrong_answers(inputs, douts, right):
 
 
 def bad_input():
+    """RoPE's, with weights as long as q's heads, and bad weights."""
     x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    calls = {}
+    for name, call in rope.bad_shapes().items():
+        q, k, *angles = call.inputs
+        weight = a.new_ones(q.shape[-1])
+        calls[name] = replace(call, inputs=(q, k, weight, weight, *angles))
     inputs = {"q": x, "k": x, "q_weight": a[0, 0], "k_weight": a[0, 0], "cos": a, "sin": a}
-    wide = x.repeat(1, 1, 1, 257)
-    wide_weights = {"q_weight": wide[0, 0, 0], "k_weight": wide[0, 0, 0]}
-    odd_weights = {"q_weight": a[0, 0, :15], "k_weight": a[0, 0, :15]}
-    heads = r"expected \(2, (4|k_heads), 3, 16\)"
-    table = r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): index it with"
-    rows = {
-        "q is 3-D": ({"q": x[0]}, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
-        "q of an odd D": (
-            {"q": x[..., :15], "k": x[..., :15], **odd_weights},
-            r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096",
-        ),
-        "q of a large D": ({"q": wide, "k": wide, **wide_weights}, "even D from 2 to 4,096"),
-        "k of another T": ({"k": x[:, :, :2]}, rf"k has shape \(2, 4, 2, 16\), {heads}"),
-        "k of another D": ({"k": x[..., :8]}, rf"k has shape \(2, 4, 3, 8\), {heads}"),
-        "k of another batch": ({"k": x[:1]}, rf"k has shape \(1, 4, 3, 16\), {heads}"),
-        "q_weight of all heads": (
-            {"q_weight": x[0, :, 0]},
-            r"q_weight has shape \(4, 16\), expected \(16,\)",
-        ),
-        "k_weight of another D": (
-            {"k_weight": a[0, 0, :8]},
-            r"k_weight has shape \(8,\), expected \(16,\)",
-        ),
-        "cos is a long table": ({"cos": a.repeat(1, 3, 1)[0]}, f"cos has shape {table}"),
-        "cos is unsqueezed": ({"cos": a[:, None]}, r"cos has shape \(2, 1, 3, 16\), expected"),
-        "sin of half of D": ({"sin": a[..., :8]}, r"sin has shape \(2, 3, 8\), expected"),
+    of_all_heads = r"q_weight has shape \(4, 16\), expected \(16,\)"
+    short = r"k_weight has shape \(8,\), expected \(16,\)"
+    return calls | {
+        "q_weight of all heads": bad_call(inputs, ValueError, of_all_heads, q_weight=x[0, :, 0]),
+        "k_weight of another D": bad_call(inputs, ValueError, short, k_weight=a[0, 0, :8]),
+        **refused_tensors(inputs),
     }
-    calls = {
-        name: bad_call(inputs, ValueError, said, **changed)
-        for name, (changed, said) in rows.items()
-    }
-    return calls | refused_tensors(inputs)
 
 
 QK_NORM_ROPE = Subject(

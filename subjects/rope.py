@@ -124,21 +124,14 @@ HEADS = {
 ANGLES = {"part of a longer table": part_of_a_table}
 
 
-def bad_input():
+def bad_shapes():
+    """Of every function of q, k, cos and sin."""
     x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
     expected = r"expected \(2, 3, 16\)"
     heads = r"expected \(2, (4|k_heads), 3, 16\)"
     table = (
         r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): "
         "index it with position_ids first"
-    )
-    neighbours = (
-        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
-        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
-    )
-    partial = (
-        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
-        r"for which pass q\[..., :12\]"
     )
     rows = {
         "q is 3-D": (x[0], x, a, a, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
@@ -156,8 +149,6 @@ def bad_input():
         "k of another batch": (x, x[:1], a, a, rf"k has shape \(1, 4, 3, 16\), {heads}"),
         "cos is a long table": (x, x, a.repeat(1, 3, 1)[0], a, rf"cos has shape {table}"),
         "cos is 0-D": (x, x, a.sum(), a, rf"cos has shape \(\), {expected}"),
-        "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], neighbours),
-        "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], partial),
         "cos is unsqueezed": (x, x, a[:, None], a, rf"cos has shape \(2, 1, 3, 16\), {expected}"),
         "cos of another T": (x, x, a[:, :1], a, rf"cos has shape \(2, 1, 16\), {expected}"),
         "sin of half of D": (x, x, a, a[..., :8], rf"sin has shape \(2, 3, 8\), {expected}"),
@@ -169,8 +160,25 @@ def bad_input():
             rf"sin has shape \(4, 3, 16\), {expected}",
         ),
     }
+    return {name: BadInput(tensors, ValueError, said) for name, (*tensors, said) in rows.items()}
+
+
+def bad_input():
+    x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    neighbours = (
+        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
+        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
+    )
+    part = (
+        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
+        r"for which pass q\[..., :12\]"
+    )
+    rows = {
+        "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], neighbours),
+        "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], part),
+    }
     calls = {name: BadInput(tensors, ValueError, said) for name, (*tensors, said) in rows.items()}
-    return calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a})
+    return bad_shapes() | calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a})
 
 
 def rotation(B, T, D, theta=10_000.0):

@@ -206,6 +206,16 @@ def of_rows(make: Callable) -> Callable:
     return make_of_rows
 
 
+def chosen(drawn: Callable, inputs: Iterable[str], outputs: dict[str, str]) -> Callable:
+    """Return a record's `make`: some of what `drawn` draws by name, {output: its gradient}."""
+
+    def make(rows, size, dtype, seed=0):
+        t = drawn(rows, size, dtype, seed)
+        return {name: t[name] for name in inputs}, {name: t[d] for name, d in outputs.items()}
+
+    return make
+
+
 def as_tuple(outputs) -> tuple[torch.Tensor, ...]:
     return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 

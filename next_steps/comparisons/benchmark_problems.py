@@ -54,13 +54,14 @@ def problem(
     masks = {}
     for part, labelled in (subject.split(inputs) if subject.split else {}).items():
         for label, mask in labelled.items():
-            of_sums = mask & (mask.cumsum(0) <= CHECKED_ROWS)  # as many words
-            masks[f"{part} ({label})"] = mask[:n_checked] if part in of_rows else of_sums
+            masks[f"{part} ({label})"] = (
+                mask[:n_checked] if part in of_rows else mask & (mask.cumsum(0) <= CHECKED_ROWS)
+            )
 
     def grouped(found: Parts) -> Parts:
         def piece(name: str) -> torch.Tensor:
-            part, t = name.partition(" ")[0], found[name.partition(" ")[0]]
-            t = t[:n_checked] if part in of_rows else t
+            part = name.partition(" ")[0]
+            t = found[part][:n_checked] if part in of_rows else found[part]
             return (t[masks[name].expand_as(t)] if name in masks else t).flatten()
 
         return {name: torch.cat([piece(each) for each in group]) for name, group in groups.items()}
