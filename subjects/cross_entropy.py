@@ -187,9 +187,6 @@ ROWS = replace(
     make_plain=of_rows(make_plain),
     saved_bytes=bytes_of_statistics,
     gpu_size=128_256,
-    exempt={
-        "frozen_inputs_leave_the_others_their_gradients": "the logits alone can have a gradient"
-    },
 )
 
 ONCE = "the gradient lies where the logits lay; a second backward is refused: its own test"

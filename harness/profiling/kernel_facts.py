@@ -14,6 +14,7 @@ FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: a code, and a share of its scales
 CATEGORIES = [  # of a profile, in the order of its table
     *("matmul", "attention", "normalization", "loss", "activation", "rotary", ADAPTERS),
     *(DEQUANTIZATION, FP8_CASTS, OTHER, "optimizer", COMMUNICATION, UNATTRIBUTED),
@@ -197,15 +198,8 @@ ROWS = [
         patches=None,  # --moments 8bit puts it in the place of adamw's kernel
         category="optimizer",
         launches=(
-            # p, g in, p out; the codes of m and v, and two scales of a block, in and out
-            Launch(
-                "_adamw8",
-                "weights",
-                passes=3,
-                beside=4 + 16 / 256,
-                flops=42,
-                every_launch=False,
-            ),
+            # p, g in, p out; the codes of m and v, and two scales of 256 numbers, in and out
+            Launch("_adamw8", "weights", passes=3, beside=4.0625, flops=42, every_launch=False),
         ),
     ),
     Facts(
@@ -275,14 +269,8 @@ ROWS = [
         category=DEQUANTIZATION,
         functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
         launches=(
-            # the weight out; for each number a code and its scales in
-            Launch(
-                "_nf4_dequantize",
-                "projection",
-                passes=1,
-                beside=1 / 2 + 1 / 64 + 4 / (64 * 256),
-                flops=1,
-            ),
+            # codes and scales in, the weight out
+            Launch("_nf4_dequantize", "projection", passes=1, beside=NF4_BYTES, flops=1),
         ),
     ),
     Facts(

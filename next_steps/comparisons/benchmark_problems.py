@@ -23,7 +23,7 @@ from subjects import (
     rope,
     swiglu,
 )
-from subjects.subject import Parts, Subject, as_tuple, in_float64, run
+from subjects.subject import Parts, Subject, as_tuple, in_float64, normals, run
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED_ROWS = 64  # of each gradient; float64 of all rows would not fit beside the largest inputs
@@ -103,13 +103,10 @@ def of_heads(subject: Subject, **groups: list[str]) -> Callable:
     return of_tokens
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float32, device=DEVICE).to(dtype)
-
-
 def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Problem:
     torch.manual_seed(0)
-    p, g, m = (0.01 * random(parameters, dtype=dtype) for _ in range(3))
+    normal = normals(0, dtype, parameters)
+    p, g, m = (normal(parameters, scale=0.01) for _ in range(3))
     v = 1e-4 * (0.5 + torch.rand(parameters, dtype=torch.float32, device=DEVICE)).to(dtype)
     before, *others = (t[-CHECKED_PARAMETERS:].double() for t in (p, g, m, v))
 
@@ -125,8 +122,7 @@ def adamw_problem(parameters: int, size: tuple[()], dtype: torch.dtype) -> Probl
 
 def nf4_problem(numbers: int, size: tuple[()], dtype: torch.dtype) -> Problem:
     """Codes and scales, and their weight, from which only the shape and the dtype are read."""
-    torch.manual_seed(0)
-    weight = 0.02 * random(numbers, dtype=dtype)
+    weight = normals(0, dtype, numbers)(numbers, scale=0.02)
     nf4 = nf4_quantize(weight)
 
     def parts(dequantized: torch.Tensor, gradients: tuple[()]) -> Parts:
@@ -142,17 +138,15 @@ def first_rows(codes: Rows) -> torch.Tensor:
 
 
 def fp8_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
-    torch.manual_seed(0)
-    x = random(tokens, columns, dtype=dtype)  # (N, K)
+    x = normals(0, dtype, tokens * columns)(tokens, columns)  # (N, K)
     exact = {"rows": x[:CHECKED_ROWS].double()}
     return Problem([x], 0, None, lambda codes, _: {"rows": first_rows(codes)}, exact)
 
 
 def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
     """gate and up are halves of one matrix, as where their projections are one product."""
-    torch.manual_seed(0)
-    gate_up = random(tokens, 2 * columns, dtype=dtype)  # (N, 2 I)
-    dy = random(tokens, columns, dtype=dtype)  # (N, I)
+    normal = normals(0, dtype, tokens * columns)
+    gate_up, dy = normal(tokens, 2 * columns), normal(tokens, columns)  # (N, 2 I), (N, I)
 
     def parts(results: tuple[Rows, ...], gradients: tuple[()]) -> Parts:
         return dict(zip(("y", "gradients", "y again"), map(first_rows, results)))
