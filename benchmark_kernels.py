@@ -9,7 +9,7 @@ Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torc
 other libraries where they are installed.  All get the same inputs in the same dtype in the same
 run.  All are timed in the same way.  Every result is compared with float64 before any timing.
 
-    harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
+    harness/benchmark/benchmark_specs.py             sizes, and the launches behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
     next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's and ours
