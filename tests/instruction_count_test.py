@@ -114,7 +114,7 @@ def launch(x, y, n_added):
     _copy[(x.numel() // 2048,)](x, y, x.numel(), n_added, 2048, num_warps=4)
 
 def main():
-    cases = [Case(str(n), launch, lambda t, n=n: (t(2**20), t(2**20), n)) for n in (0, 1, 2)]
+    cases = [Case(str(n), launch, lambda t, n=n: (t(2**20), t(2**20), n), 0) for n in (0, 1, 2)]
     for count in instruction_count.count_launches(cases, sys.argv[1]):
         print(json.dumps(dataclasses.asdict(count)))
 

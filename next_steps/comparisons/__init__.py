@@ -1,1 +1,1 @@
-"""What benchmark_kernels.py times and what its --sweep tries.  May import next_steps, not studies."""
+"""What benchmark_kernels.py times, and what its --sweep tries.  May import no studies."""
