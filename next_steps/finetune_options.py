@@ -41,7 +41,7 @@ def takes_over(args: argparse.Namespace, workload: Workload, name: str) -> bool:
     if name == BASELINE:
         return takes_steps(args, workload, name)
     if workload.fp8:
-        from next_steps.patches.fp8_model import require_fp8
+        from next_steps.patches.projections import require_fp8
 
         require_fp8()
     if args.ladder:

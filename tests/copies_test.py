@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE
+from harness.cli.workload import Frozen
 from harness.model.architecture import build_model
 from next_steps.layers import frozen_fp8
 from next_steps.patches import offload
 from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.fp8_model import fp8_layers
-from next_steps.patches.quantize import quantize_model
+from next_steps.patches.projections import fp8_layers, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fp8_flags_test import small_model  # noqa: F401  a fixture
 from tests.fp8_layer_test import DTYPE, REFERENCES
@@ -20,8 +20,8 @@ from tests.small_workloads import loss_and_gradients, smaller_config, with_adapt
 
 KINDS = {
     "FP8 in the layer": lambda model: fp8_layers(apply_kernels(model)),
-    "NF4": lambda model: with_adapters(quantize_model(model, "nf4")),
-    "frozen FP8": lambda model: with_adapters(quantize_model(model, "fp8 all")),
+    "NF4": lambda model: with_adapters(quantize_model(model, Frozen.NF4)),
+    "frozen FP8": lambda model: with_adapters(quantize_model(model, Frozen.FP8)),
     "recompute norm": lambda model: set_recompute(model, "norm"),
     "recompute mlp, offload": lambda model: set_recompute(model, "mlp", offload=True),
     "recompute layer": lambda model: set_recompute(model, "layer"),

@@ -16,6 +16,7 @@ import finetune_optimized
 import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
 from harness.cli.flags import RECOMPUTE
+from harness.cli.workload import Frozen
 from harness.data import dataset
 from harness.model import architecture, packed_attention
 from harness.model.families import EXAMPLES, FAMILIES, part_outside
@@ -23,8 +24,7 @@ from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.lessons import qk_norm_rope_kernel, rope_kernel
 from next_steps.memory.memory_ledger import KINDS
 from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.fp8_model import fp8_layers
-from next_steps.patches.quantize import quantize_model
+from next_steps.patches.projections import fp8_layers, quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.apply_kernels_test import (
     VOCABULARY,
@@ -274,7 +274,7 @@ def test_adapters_have_the_unpatched_gradients(kind, quantized):
     models = []
     for names in ((), MODEL_KERNELS):
         model = make_model(kind, **sizes)
-        model = with_adapters(quantize_model(model, "nf4") if quantized else model)
+        model = with_adapters(quantize_model(model, Frozen.NF4) if quantized else model)
         models.append(apply_kernels(model, names))
     expected = loss_and_gradients(models[0])
     assert_same_step(models[1], expected)

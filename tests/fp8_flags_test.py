@@ -13,7 +13,7 @@ from harness.model import architecture, loading
 from harness.training import resuming
 from next_steps import finetune_options
 from next_steps.layers import fp8_layer
-from next_steps.patches import fp8_model
+from next_steps.patches import projections
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import TINY, smaller_config
 
@@ -38,7 +38,7 @@ def small_model(monkeypatch):
 
 @pytest.mark.parametrize("script", [finetune_optimized, profile_baseline])
 def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monkeypatch, script):
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     monkeypatch.setattr(loading, "load_model", lambda *args: pytest.fail("a model was loaded"))
     outcome = run_script(script, *TINY, *DTYPE, "--kernels", "all", "--fp8")
     assert (

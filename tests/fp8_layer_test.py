@@ -36,9 +36,9 @@ from next_steps.lessons.fp8_kernel import (
     transpose_rows_reference,
 )
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from next_steps.patches import fp8_model
+from next_steps.patches import projections
 from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, make_optimizer
-from next_steps.patches.fp8_model import fp8_layers, layers_in_fp8
+from next_steps.patches.projections import fp8_layers, layers_in_fp8
 from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
 from tests.calls import Calls
@@ -617,7 +617,7 @@ def test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does(c
 
 
 def test_a_gpu_without_fp8_is_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     with pytest.raises(UserError, match="--fp8: Old GPU is of sm_80"):
         fp8_layers(fused_model())
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import finetune_optimized
 from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
 from harness.cli.command_line import UserError
+from harness.cli.workload import Frozen
 from harness.model import adapters, architecture, loading
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.layers import frozen_fp8 as lesson
@@ -24,7 +25,7 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.quantize import quantize_model
+from next_steps.patches.projections import quantize_model
 from next_steps.patches.recompute import set_recompute
 from tests.fixtures import saved_tensors
 from tests.fp8_flags_test import workload_of
@@ -213,7 +214,7 @@ def test_sizes_that_do_not_fit_are_refused_with_a_sentence(settings, words):
     config.update(settings)
     model = architecture.build_model(config, DTYPE, DEVICE)
     with pytest.raises(UserError, match=rf"gate_proj, up_proj .* {words}: leave --fp8 out"):
-        quantize_model(model, "fp8 all")
+        quantize_model(model, Frozen.FP8)
 
 
 # ---- A model ------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def small_model(monkeypatch):
     monkeypatch.setattr(architecture, "tiny_config", smaller_config)
 
 
-def make_model(kept_as: str = "fp8 all"):
+def make_model(kept_as: Frozen = Frozen.FP8):
     torch.manual_seed(0)
     model = architecture.build_model(architecture.tiny_config(), DTYPE, DEVICE)
     return with_adapters(quantize_model(uneven_norms(model), kept_as))
@@ -241,7 +242,7 @@ def test_kernels_change_no_number_but_by_rounding(small_model):
 def test_both_ways_to_keep_weights_and_all_recompute_levels_give_the_same_numbers(small_model):
     expected = loss_and_gradients(apply_kernels(make_model(), MODEL_KERNELS))
     for level in ("none", "norm", "mlp", "layer"):
-        model = apply_kernels(make_model("fp8 compact"), MODEL_KERNELS)
+        model = apply_kernels(make_model(Frozen.FP8_COMPACT), MODEL_KERNELS)
         found = loss_and_gradients(set_recompute(model, level))
         error, name = largest_error(found, expected)
         assert error < 1e-6, (level, name)

@@ -20,7 +20,7 @@ from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
 from next_steps.layers import fp8_layer
-from next_steps.patches import apply_kernels, fp8_model, patched_model
+from next_steps.patches import apply_kernels, patched_model, projections
 from tests import fp8_layer_test, packaged_model
 from tests.fixtures import needs_gpu
 from tests.lora_test import without_zeros
@@ -120,7 +120,7 @@ def test_fp8_leaves_loss_and_gradients_of_the_real_model_near(smollm, english, m
     batch = dataset.load_data(workload, model.config, 1).train[0].to(DEVICE)
     exact = loss_and_gradients(model, batch)
     model = apply_kernels.apply_kernels(loading.load_model(workload))
-    found = loss_and_gradients(fp8_model.fp8_layers(model), batch)
+    found = loss_and_gradients(projections.fp8_layers(model), batch)
     assert abs(found["loss"] - exact["loss"]) < 0.03 * exact["loss"]
     errors = [(found[name] - exact[name]).square().sum() for name in exact if name != "loss"]
     sizes = [exact[name].square().sum() for name in exact if name != "loss"]

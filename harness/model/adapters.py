@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from harness.cli.adapter_config import ATTENTION, CONFIG, SHARING, WEIGHTS, projections
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload, draws_weights, same_place
+from harness.cli.workload import Frozen, Workload, draws_weights, same_place
 from harness.model import architecture
 from harness.model.architecture import TORCH_DTYPES, projection_shapes
 from harness.model.config_file import reading
@@ -131,8 +131,8 @@ def said_of_base(folder: str) -> dict:
 
 def kept_as(workload: Workload) -> str:
     """Return how frozen weights are kept; digests compare only what is kept in one way."""
-    form, _, _ = (workload.frozen_as or "plain").partition(" ")  # all modes of FP8 have one digest
-    return f"{form} {workload.dtype}"
+    forms = {None: "plain", Frozen.NF4: "nf4"}
+    return f"{forms.get(workload.frozen_as, 'fp8')} {workload.dtype}"  # FP8 has one digest
 
 
 def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.patches.fp8_model import require_fp8
+from next_steps.patches.projections import require_fp8
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last

@@ -17,9 +17,9 @@ from harness.records import run_records
 from harness.steps import stepping, timing
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_optimizer
-from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.offload import HostMemoryError
 from next_steps.patches.patched_model import load_patched
+from next_steps.patches.projections import layers_in_fp8
 
 LENGTH_STEP = 1024 if HAS_GPU else 16  # tokens: all lengths are multiples of it
 POSITIONS = "the model's positions"

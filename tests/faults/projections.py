@@ -1,6 +1,6 @@
-"""Faults in fp8_model.py, as tests/mutation_test.py plants them."""
+"""Faults in projections.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.patches.fp8_model"
+SOURCE = "next_steps.patches.projections"
 TESTS = "tests.fp8_layer_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
