@@ -25,6 +25,7 @@ from tests.fixtures import (  # noqa: F401
     compiler_pads_rows,
     far_apart,
     gpu_memory,
+    launches,
     own_cache,
     poison_new_tensors,
     pyplot,

@@ -53,7 +53,7 @@ FAULTS = {
     "test_rotary_function_in_a_module_of_kernels[True]": [
         ("another library's forward bypassed", "called_function(rotary)", "family.part('Attention').forward"),
     ],
-    "test_hook_on_the_activation_is_called[fused_layer]": [
+    "test_what_counts_the_calls_of_a_part_is_called[mlp.act_fn-False-by_a_hook]": [
         ("activation bypassed", " or not is_silu(mlp.act_fn):", ":"),
     ],
     "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
