@@ -5,7 +5,7 @@ TESTS = "tests.fp8_layer_test"  # where a test is looked for whose file is not n
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted": [
+    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[shapes of all]": [
         ("odd shapes taken", " and takes_fp8(*sizes)", ""),
     ],
     "test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does": [
@@ -30,17 +30,17 @@ FAULTS = {
             "if self.gradient_checkpointing or not takes_layer(self, hidden_states.dtype):",
         ),
     ],
-    "test_a_model_without_the_fused_layer_is_refused[False]": [
+    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[no fused layer]": [
         ("no layer is no error", "    if not n_fp8:\n", "    if False:\n"),
     ],
-    "test_the_layers_that_fit_do_not_wait_for_the_others": [
+    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[shapes of one]": [
         (
             "all layers or none",
             "and takes_layer(layer, like.dtype):",
             "and all(takes_layer(each, like.dtype) for each in layers):",
         ),
     ],
-    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[a hook]": [
+    "test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted[a hook on one]": [
         ("counted, whether it fits or not", "layer.fits(like, output_attentions=False) and ", ""),
     ],
     "test_a_gpu_without_fp8_is_refused_in_a_sentence": [
