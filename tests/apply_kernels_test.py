@@ -256,21 +256,6 @@ def test_embeddings_may_be_given_and_labels_may_come_shifted():
 
 
 @pytest.mark.exhaustive
-@IN_TRAINING_AND_EVALUATION
-@LOSSES
-def test_another_label_may_be_ignored(names, training):
-    batch = make_batch(ignore_index=5)
-    batch["labels"] = batch["input_ids"].clone()
-    batch["labels"][:, :3] = 5
-    model, patched = (each.train(training) for each in without_and_with(names))
-    for items in ({}, {"num_items_in_batch": 7}):
-        expected = loss_and_gradients(model, batch | items)
-        assert_same_step(patched, expected, batch | items)
-    all_count = loss_and_gradients(model, batch | {"ignore_index": IGNORE})
-    assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
-
-
-@pytest.mark.exhaustive
 @LOSSES
 def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
     model, batch = make_model(names), make_batch()
@@ -749,19 +734,6 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
 
 
 @pytest.mark.exhaustive
-@FIRST
-def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
-    bf16 = torch.bfloat16
-    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double())
-    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)))
-    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16))
-    trained = [name for name, value in ref64.items() if value is not None]
-    assert len(trained) == 1 + 2 * 7 * LAYERS
-    of_trained = ({name: values[name] for name in trained} for values in (ref64, found, eager))
-    assert_all_passed(checks_against(*of_trained))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.3}, {"rank_pattern": {"q_proj": 5}}])
 def test_adapters_of_another_kind(options, launches):
     """Whether a projection is a product is asked in lora_linear_test.py."""
@@ -1054,27 +1026,28 @@ def test_another_activation_in_one_mlp_is_called(before, names):
     assert_not_bypassed(with_gelu(make_model()), found)
 
 
+def users_own(model):
+    model.loss_function = lambda logits, **_: logits.logsumexp(dim=-1).mean()
+
+
+def another_of_transformers(model):
+    model.loss_type = "ForMaskedLM"  # which does not shift the labels
+
+
 @pytest.mark.exhaustive
 @IN_TRAINING_AND_EVALUATION
 @pytest.mark.parametrize("set_first", [True, False])
+@pytest.mark.parametrize("set_loss", [users_own, another_of_transformers])
 @LOSSES
-def test_loss_function_of_the_users_own_wins(names, set_first, training, launches):
+def test_another_loss_function_wins(names, set_loss, set_first, training, launches):
     models = without_and_with(() if set_first else names)
     for model in models:
-        model.train(training).loss_function = lambda logits, **_: logits.logsumexp(dim=-1).mean()
+        set_loss(model.train(training))
     apply_kernels(models[1], names)
-    assert_same_step(models[1], models[0])
+    assert_not_bypassed(*models)
     assert not launches["cross_entropy_fwd"]
     logits = [model(**make_batch()).logits for model in models]
     assert relative_error(logits[1], logits[0]) < 1e-5
-
-
-@pytest.mark.exhaustive
-@LOSSES
-def test_another_loss_of_transformers_wins(names):
-    model, patched = without_and_with(names)
-    model.loss_type = patched.loss_type = "ForMaskedLM"  # which does not shift the labels
-    assert_not_bypassed(model, patched)
 
 
 # ---------------------------------------------------------------- errors
