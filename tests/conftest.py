@@ -24,6 +24,7 @@ from tests.fixtures import (  # noqa: F401
     compiled_kernels,
     compiler_pads_rows,
     far_apart,
+    fp8_references,
     gpu_memory,
     launches,
     own_cache,

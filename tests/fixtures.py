@@ -91,6 +91,19 @@ def poison_new_tensors():
 
 
 @pytest.fixture
+def fp8_references(monkeypatch):
+    """Let references round in the layers, without a GPU: Triton's interpreter is slow."""
+    if not HAS_GPU:
+        from next_steps.layers import fp8_layer, frozen_fp8  # of this test, as below
+        from tests.fp8_layer_test import REFERENCES
+
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(fp8_layer, name, reference)
+            if hasattr(frozen_fp8, name):
+                monkeypatch.setattr(frozen_fp8, name, reference)
+
+
+@pytest.fixture
 def small_tiles(monkeypatch):
     """Let small tensors take several tiles too."""
     from tests import tiles  # of the kernels of this test: mutation_test exchanges them

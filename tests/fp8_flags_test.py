@@ -9,14 +9,13 @@ import profile_baseline
 from harness.benchmark.checking import HAS_GPU
 from harness.cli.flags import finetune_parser
 from harness.cli.workload import Workload
-from harness.model import architecture, loading
+from harness.model import loading
 from harness.training import resuming
 from next_steps import finetune_options
-from next_steps.layers import fp8_layer
 from next_steps.patches import projections
-from tests.fp8_layer_test import REFERENCES
-from tests.small_workloads import TINY, smaller_config
+from tests.small_workloads import TINY
 
+pytestmark = pytest.mark.usefixtures("fp8_references", "small_model")
 DTYPE = ["--dtype", "bf16"] if HAS_GPU else []  # which a GPU asks for
 SMALL = [*TINY, *DTYPE, "--seq-len", "8", "--steps", "3"]
 FP8 = ["--kernels", "all", "--fp8"]
@@ -26,14 +25,6 @@ def workload_of(*flags: str, on_gpu: bool = HAS_GPU) -> Workload:
     parser = finetune_parser("")
     finetune_options.add_flags(parser)
     return Workload.from_flags(parser.parse_args([*flags]), on_gpu)
-
-
-@pytest.fixture
-def small_model(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
-        for name, reference in REFERENCES.items():
-            monkeypatch.setattr(fp8_layer, name, reference)
 
 
 @pytest.mark.parametrize("script", [finetune_optimized, profile_baseline])
@@ -49,7 +40,7 @@ def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monke
 # ---------------------------------------------------------------- runs
 
 
-def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_path, small_model):
+def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_path):
     path = tmp_path / "run.json"
     outcome = run_script(finetune_optimized, *SMALL, *FP8, "--json", str(path))
     assert outcome.code == 0, outcome.err
@@ -59,7 +50,7 @@ def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_pa
     assert Workload.from_record(record).fp8 == record["fp8"]
 
 
-def test_other_runs_say_nothing_of_it(run_script, tmp_path, small_model):
+def test_other_runs_say_nothing_of_it(run_script, tmp_path):
     path = tmp_path / "run.json"
     outcome = run_script(finetune_optimized, *SMALL, "--kernels", "all", "--json", str(path))
     assert outcome.code == 0 and "fp8" not in outcome.out + path.read_text()

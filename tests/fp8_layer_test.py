@@ -50,6 +50,7 @@ from tests.small_workloads import (
     uneven_norms,
 )
 
+pytestmark = pytest.mark.usefixtures("fp8_references")
 EPS = 1e-5
 # A thousand rows of weights in a step are a thousand programs: minutes in Triton's interpreter.
 # The references have the same bits.
@@ -83,13 +84,6 @@ def two_layers():
 @pytest.fixture(autouse=True)
 def small_model(monkeypatch):
     monkeypatch.setattr(architecture, "tiny_config", two_layers)
-
-
-@pytest.fixture(autouse=True)
-def without_interpreter(monkeypatch):
-    if not HAS_GPU:
-        for name, reference in REFERENCES.items():
-            monkeypatch.setattr(fp8_layer, name, reference)
 
 
 @pytest.fixture

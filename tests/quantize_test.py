@@ -7,8 +7,9 @@ import peft
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE
+from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli.command_line import UserError
+from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Frozen
 from harness.model import architecture, loading
 from harness.model.adapters import merged_weights
@@ -44,13 +45,15 @@ def make_linear(dtype=torch.float32, out_features=24, in_features=64) -> torch.n
     return linear.requires_grad_(False)
 
 
-def make_model(**settings) -> torch.nn.Module:
+def make_model(kept_as: Frozen = Frozen.NF4, **settings) -> torch.nn.Module:
     """tiny, quantized."""
     config = architecture.tiny_config()
     config.update(settings)
     torch.manual_seed(0)
-    model = architecture.build_model(config, torch.float32, DEVICE)
-    return quantize_model(uneven_norms(model), Frozen.NF4)
+    # a GPU writes FP8's products in bf16
+    dtype = torch.bfloat16 if HAS_GPU and kept_as is not Frozen.NF4 else torch.float32
+    model = architecture.build_model(config, dtype, DEVICE)
+    return quantize_model(uneven_norms(model), kept_as)
 
 
 def assert_same_state(one: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -271,14 +274,22 @@ def test_merged_it_is_an_ordinary_model(targets):
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def test_kernels_and_recomputing_change_no_number():
+@pytest.mark.parametrize("kept_as", Frozen)
+@pytest.mark.usefixtures("fp8_references")
+def test_kernels_and_recomputing_change_no_number(kept_as):
     """The fused layer takes projections whose weight is quantized, too."""
-    expected = loss_and_gradients(with_adapters(make_model()))
-    model = apply_kernels(with_adapters(make_model()), MODEL_KERNELS)
+    batch = tiny_batch(2, 6)
+    expected = loss_and_gradients(with_adapters(make_model(kept_as)), batch)
+    model = apply_kernels(with_adapters(make_model(kept_as)), MODEL_KERNELS)
     assert "TritonRMSNorm" in {type(module).__name__ for module in model.modules()}
-    assert_same_step(model, expected, 1e-5)
-    for level in ("norm", "mlp", "layer"):
-        assert_same_step(set_recompute(with_adapters(make_model()), level), expected, 1e-6)
+    found = loss_and_gradients(model, batch)
+    # a number that is rounded to FP8's next code is 2^-4 away
+    error, name = largest_error(found, expected)
+    assert error < (1e-5 if kept_as is Frozen.NF4 else 0.1 if HAS_GPU else 2e-2), name
+    for level in RECOMPUTE:
+        again = loss_and_gradients(set_recompute(model, level), batch)
+        error, name = largest_error(again, found)
+        assert error < 1e-6, (level, name)
 
 
 # ---- In two processes --------------------------------------------------------------------------

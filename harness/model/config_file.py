@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -157,6 +157,18 @@ def reading(what: str) -> Iterator[None]:
         said = repr(error) if isinstance(error, LookupError) else str(error)
         message = textwrap.shorten(said, 300, placeholder=" ...")
         raise UserError(f"{what} could not be loaded: {message}") from error
+
+
+def misfits_in_words(missing: Iterable, unexpected: Iterable, misshapen: Iterable) -> str:
+    """Return how the names of saved tensors differ from a model's; "" if they do not."""
+    found = {
+        "missing": missing,
+        "not part of that model": unexpected,
+        "of another shape": misshapen,
+    }
+    found = {what: sorted(names) for what, names in found.items()}
+    said = (f"{len(n)} {what}, {n[0]} among them" for what, n in found.items() if n)
+    return "; ".join(said)
 
 
 def shortened(text: str) -> str:
