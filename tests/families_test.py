@@ -78,7 +78,7 @@ def test_a_row_says_what_transformers_builds(kind):
     assert part_outside(model) is None
 
 
-@EACH
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_the_default_dtype_changes_no_step(kind):
     model, batch = make_model(MODEL_KERNELS, kind=kind), make_batch(num_items_in_batch=7)
     expected = loss_and_gradients(model, batch)

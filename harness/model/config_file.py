@@ -161,14 +161,9 @@ def reading(what: str) -> Iterator[None]:
 
 def misfits_in_words(missing: Iterable, unexpected: Iterable, misshapen: Iterable) -> str:
     """Return how the names of saved tensors differ from a model's; "" if they do not."""
-    found = {
-        "missing": missing,
-        "not part of that model": unexpected,
-        "of another shape": misshapen,
-    }
-    found = {what: sorted(names) for what, names in found.items()}
-    said = (f"{len(n)} {what}, {n[0]} among them" for what, n in found.items() if n)
-    return "; ".join(said)
+    kinds = "missing", "not part of that model", "of another shape"
+    said = zip(kinds, map(sorted, (missing, unexpected, misshapen)))
+    return "; ".join(f"{len(names)} {kind}, {names[0]} among them" for kind, names in said if names)
 
 
 def shortened(text: str) -> str:
