@@ -132,7 +132,7 @@ def test_fine_tuning_lowers_the_validation_loss(smollm, english, recorded, steps
     record = recorded(finetune_baseline, *flags(smollm, english, 64, "--steps", steps, *more))
     before, after = validation_losses(record)
     print(f"validation loss {before:.3f} -> {after:.3f}")
-    # 2.85 measured; random weights give log(49,152) = 10.8
+    # 3.18 measured; random weights give log(49,152) = 10.8
     assert before < 3.5 and after < before - 0.02
     assert more is not LORA or record["trained_parameters"] < 0.04 * record["parameters"]
 
@@ -191,7 +191,7 @@ def test_half_of_the_layers_learn_from_all(half_distilled):
     assert record["student_layers"] == 15 and record["teacher_parameters"] == 134_515_008
     assert max(record["losses"][2:]) < 0.9 * record["losses"][0]
     before, after = validation_losses(record)
-    assert after < before - 2  # 21.6 -> 15.4 measured
+    assert after < before - 2
 
 
 @pytest.mark.exhaustive
