@@ -300,7 +300,7 @@ def saved(tmp_path):
     return save
 
 
-RUN = "--random-init", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "8", "--steps", "2"
+RUN = "--random-init", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "4", "--steps", "2"
 
 
 @slow(NOT_LLAMA)
