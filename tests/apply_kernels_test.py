@@ -709,17 +709,7 @@ def add_adapters(model, targets="all", trained=False, **options):
     return model
 
 
-def with_adapters(names, first, targets="all", dtype=torch.float32, **options):
-    """A model with adapters and the kernels named, of which one is there first."""
-    if first == "adapters":
-        return apply_kernels(add_adapters(make_model(dtype=dtype), targets, **options), names)
-    return add_adapters(make_model(names, dtype), targets, **options)
-
-
-FIRST = pytest.mark.parametrize("first", ["adapters", "kernels"])
-
-
-@FIRST
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("targets", ["all", *rarely("attention", "mlp", "some")])
 @pytest.mark.parametrize("trained", [False, *rarely(True)])
 def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
@@ -727,7 +717,8 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
 ):
     expected = loss_and_gradients(add_adapters(make_model(), targets, trained))
     assert relative_error(expected["loss"], make_model()(**make_batch()).loss) > 1e-4, "cannot fail"
-    assert_same_step(with_adapters(MODEL_KERNELS, first, targets, trained=trained), expected)
+    model = changed_model(lambda model: add_adapters(model, targets, trained), first)
+    assert_same_step(model, expected)
     # a norm runs again where something in the layer needs its result: a weight, or an A of its own
     needed = 2 if trained or targets in ("all", "some") else 1
     assert launches["rmsnorm_fwd"] == N_NORMS + needed * LAYERS, "a layer is not fused"
@@ -737,7 +728,7 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.3}, {"rank_pattern": {"q_proj": 5}}])
 def test_adapters_of_another_kind(options, launches):
     """Whether a projection is a product is asked in lora_linear_test.py."""
-    models = add_adapters(make_model(), **options), with_adapters(["fused_layer"], "", **options)
+    models = [add_adapters(each, **options) for each in without_and_with(["fused_layer"])]
     losses = []
     for model in models:
         torch.manual_seed(4)  # what dropout draws
