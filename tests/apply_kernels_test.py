@@ -42,7 +42,7 @@ from harness.model.families import FAMILIES
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
-from next_steps.finetuning import opponents
+from next_steps.finetuning import opponent_models
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.patches import apply_kernels as patches
@@ -1241,7 +1241,7 @@ def compile_layers(model):
 
 def compile_unpacked(model):
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, **BACKEND)):
-        return opponents.compiled(model, "default" if HAS_GPU else None)
+        return opponent_models.compiled(model, "default" if HAS_GPU else None)
 
 
 @pytest.mark.exhaustive

@@ -28,7 +28,8 @@ from harness.model.adapters import checksum, frozen_digest
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
-from next_steps.memory import memory_estimate
+from next_steps.finetuning import opponents
+from next_steps.memory import estimate, memory_estimate
 from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.conftest import assert_refused
@@ -163,7 +164,8 @@ def test_runs_with_kernels_follow_those_without(small_model, little_validation, 
     flags, more, allowed = RUNS[case]
     flags = [*SMALL, *RANK, *flags]
     baseline = recorded(finetune_baseline, *flags)
-    optimized = recorded(finetune_optimized, *flags, *more)
+    script = opponents if "--opponent" in more else finetune_optimized
+    optimized = recorded(script, *flags, *more)
     for key in ("losses", "validation_loss_after"):
         assert optimized[key] == pytest.approx(baseline[key], rel=allowed)
     assert len(set(baseline["losses"])) == 3
@@ -534,7 +536,7 @@ def test_an_estimate_of_quantized_weights_has_half_a_byte_for_each():
 
 
 def test_the_estimate_of_a_script_names_adapters(recorded):
-    record = recorded(profile_baseline, "--estimate", "--model", "tiny", *RANK)
+    record = recorded(estimate, "--model", "tiny", *RANK)
     assert record["trained_parameters"] == 8960 and record["parameters"] == 119_232 + 8960
 
 
