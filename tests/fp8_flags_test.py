@@ -15,7 +15,7 @@ from next_steps import finetune_options
 from next_steps.patches import projections
 from tests.small_workloads import TINY
 
-pytestmark = pytest.mark.usefixtures("fp8_references", "small_model")
+pytestmark = pytest.mark.usefixtures("fp8_references")
 DTYPE = ["--dtype", "bf16"] if HAS_GPU else []  # which a GPU asks for
 SMALL = [*TINY, *DTYPE, "--seq-len", "8", "--steps", "3"]
 FP8 = ["--kernels", "all", "--fp8"]
@@ -39,7 +39,7 @@ def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monke
 # ---------------------------------------------------------------- runs
 
 
-def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_path):
+def test_a_run_says_how_many_layers_compute_so_and_records_it(run_script, tmp_path, small_model):
     path = tmp_path / "run.json"
     outcome = run_script(finetune_optimized, *SMALL, *FP8, "--json", str(path))
     assert outcome.code == 0, outcome.err
