@@ -328,6 +328,13 @@ def test_only_what_needs_a_gradient_is_multiplied(
     assert len(calls) == transposed
 
 
+def test_a_token_that_is_nan_stays_alone():
+    x, (w,) = drawn(N, H), weights((OUT[0], H))
+    x[5, 2] = torch.nan
+    out = FP8LinearFunction.apply(x, Casts(), w)
+    assert out[5].isnan().all() and out.isnan().any(1).sum() == 1
+
+
 def test_unused_results_have_no_gradient():
     x, norm_weight, *ws = leaves(tokens(), drawn(H), *weights(*((o, H) for o in OUT)))
     arguments = x, norm_weight, EPS, Casts(), *interleaved(ws)

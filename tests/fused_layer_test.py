@@ -108,6 +108,14 @@ def test_functions_take_the_layers_modules():
     assert torch.equal(swiglu_linear(gate, up, down), swiglu_linear_inplace(gate, up, w_down))
 
 
+def test_norm_without_a_weight():
+    (x, _, w_gate, w_up), (dx, dgate, dup) = make_norm_inputs()
+    inputs = {"x": x, "w_gate": w_gate, "w_up": w_up}
+    without = NORM.called_as(lambda norm: lambda x, *weights: norm(x, None, *weights))
+    douts = {"residual": dx, "gate": dgate, "up": dup}
+    assert_all_passed(checks(replace(without, differentiable=tuple(inputs)), inputs, douts))
+
+
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_eps_is_used_where_it_shows(eps):
     inputs, douts = NORM.make((SIZES[0],), SIZES[1:], torch.float32)

@@ -280,16 +280,33 @@ def test_autocast_and_hooks_on_all_modules_are_pefts():
     assert is_ours(lora_linear(x, *layers(model)))
 
 
-def test_an_exchanged_adapter_is_the_one_that_counts():
+def test_merged_disabled_and_exchanged_adapters_come_back():
     model, x = adapted(), make_x()
-    before = lora_linear(x, *layers(model))
+    expected = lora_linear(x, *layers(model))
+
+    def again():
+        outs = lora_linear(x, *layers(model))
+        assert is_ours(outs)
+        return outs
+
+    for layer in layers(model):
+        layer.merge()
+    assert not any(map(fits, layers(model)))
+    for layer in layers(model):
+        layer.unmerge()
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(again(), expected))
     add_adapter(model, "other")
     for layer in layers(model):
         layer.set_adapter("other")
-    found = lora_linear(x, *layers(model))
-    assert is_ours(found)
-    assert all(relative_error(*pair) > 1e-3 for pair in zip(found, before))
-    assert all(relative_error(*pair) < 1e-6 for pair in zip(found, model(x)))
+    assert all(relative_error(*pair) > 1e-3 for pair in zip(again(), expected))
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(again(), model(x)))
+    for layer in layers(model):
+        layer.set_adapter("default")
+        layer.enable_adapters(False)
+    assert not any(map(fits, layers(model)))
+    for layer in layers(model):
+        layer.enable_adapters(True)
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(again(), expected))
 
 
 # ---- What is kept, and what runs -----------------------------------------------------------------
