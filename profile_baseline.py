@@ -46,7 +46,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.architecture import TORCH_DTYPES, ModelFacts
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication
-    from next_steps.patches import fp8_model
+    from next_steps.patches import projections
 
     take_threads(workload.model)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
@@ -63,7 +63,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "environment": environment(),
         **workload.as_record(),
         **facts.counts(),
-        **fp8_model.layers_in_fp8(model, workload),
+        **projections.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
         "ceilings": ceilings,
@@ -214,7 +214,7 @@ def main() -> None:
         args.trace = default_trace(workload)
     check_outputs(args)
     if workload.fp8:
-        from next_steps.patches.fp8_model import require_fp8
+        from next_steps.patches.projections import require_fp8
 
         require_fp8()
     from harness.steps import parallel
