@@ -57,7 +57,7 @@ def held(folder: Path):
     ready, tell = os.pipe()
 
     def hold():
-        with checkpoint_files.alone_in(str(folder)):
+        with checkpoint_files.locked(str(folder)):
             os.write(tell, b"x")
             time.sleep(600)
 
@@ -92,9 +92,9 @@ def test_what_the_other_run_wrote_before_it_ended_is_seen(tmp_path):
     asked = Checkpoints(str(tmp_path), 1)
     model, optimizer = small_training(1)
     save_checkpoint(tmp_path, model, optimizer, 2)
-    with pytest.raises(UserError, match="holds step-2 of another run"), asked.claimed():
+    with pytest.raises(UserError, match="holds step-2 of another run"), asked.folder_locked():
         pass
-    with Checkpoints(str(tmp_path), 1, str(tmp_path)).claimed():
+    with Checkpoints(str(tmp_path), 1, str(tmp_path)).folder_locked():
         pass
 
 
@@ -169,7 +169,7 @@ def test_what_a_checkpoint_lists_cannot_be_a_file_elsewhere(saved):
     listed["../../outside"] = [5, checkpoint_files.digest(outside)]
     (saved / "step-2" / CHECKSUMS).write_text(json.dumps(listed))
     with pytest.raises(UserError, match="does not list the files of a checkpoint"):
-        checkpoint_files.check(saved / "step-2")
+        checkpoint_files.require_undamaged(saved / "step-2")
     checkpoint_files.remove(saved / "step-2")
     assert outside.exists()
 
@@ -187,7 +187,7 @@ def test_the_newest_are_kept(run_script, tmp_path):
 
 def test_a_flipped_bit_is_found_in_every_file(saved):
     path = saved / "step-2"
-    checkpoint_files.check(path)
+    checkpoint_files.require_undamaged(path)
     choose = random.Random(0)
     for file in path.iterdir():
         content = file.read_bytes()
@@ -197,13 +197,13 @@ def test_a_flipped_bit_is_found_in_every_file(saved):
             flipped[bit // 8] ^= 1 << bit % 8
             file.write_bytes(flipped)
             try:
-                checkpoint_files.check(path)
+                checkpoint_files.require_undamaged(path)
             except UserError as refused:
                 assert file.name in str(refused) or file.name == CHECKSUMS
             else:  # a line break became another blank, where JSON allows it
                 assert file.name == CHECKSUMS and json.loads(flipped) == json.loads(content)
         file.write_bytes(content)
-    checkpoint_files.check(path)
+    checkpoint_files.require_undamaged(path)
 
 
 def test_a_large_file_is_digested_in_pieces_and_in_their_order(tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def refused_in(rank, device, path: Path) -> tuple[str, list[str]]:
     digest, read = checkpoint_files.digest, []
     checkpoint_files.digest = lambda file: read.append(file.name) or digest(file)
     try:
-        checkpoint_files.check(path)
+        checkpoint_files.require_undamaged(path)
     except UserError as refused:
         return str(refused), read
     return "", read
@@ -343,7 +343,7 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
         assert len(names_in(folder)) <= 4
         taken.append(steps_in(folder))
         if taken[-1]:
-            checkpoint_files.check(resuming.newest(folder))
+            checkpoint_files.require_undamaged(resuming.newest(folder))
     assert taken == sorted(taken) and taken[-1] > 5
     assert equal(trained(workload, Checkpoints(resume=str(folder))), straight)
 
@@ -436,5 +436,5 @@ def test_a_file_system_without_locks_has_checkpoints_too(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with checkpoint_files.alone_in(str(tmp_path)):
+    with checkpoint_files.locked(str(tmp_path)):
         assert (tmp_path / LOCK).exists()
