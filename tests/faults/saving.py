@@ -18,7 +18,7 @@ FAULTS = {
     "test_a_folder_with_another_model_is_refused[shards]": [
         ("an index counts before the new weights", "(Path(folder) / INDEX).exists() or ", ""),
     ],
-    "test_what_an_earlier_crash_left_is_removed_and_files_of_others_are_not": [
+    "test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model[True]": [
         ("crash leaves its files", "shutil.rmtree(unfinished, ignore_errors=True)  # an interrupted save left it\n        unfinished.mkdir()", "unfinished.mkdir(exist_ok=True)"),
     ],
     "test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it": [
