@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,19 +46,6 @@ CHANGES = {
 
 
 # ---------------------------------------------------------------- places to write to, and accidents
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder with room for 64 KB."""
-    folder = tmp_path / "small-disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"no small disk can be made here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -118,6 +106,21 @@ def killed_before_change(number: int, function) -> str:
     return in_child(function, lambda: sys.addaudithook(watch))
 
 
+def killed_at_each_change(start: Path, folder: Path, function) -> Iterator[str]:
+    """Run function() on copies of a folder, each time killed one change of files later.
+
+    Yields 'killed' after each, and 'done' after the last, which ends by itself.
+    """
+    for number in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, folder)
+        ended = killed_before_change(number, function)
+        assert ended in ("done", "killed"), ended
+        yield ended
+        if ended == "done":
+            return
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -143,17 +146,13 @@ def test_a_write_that_stops_half_way_leaves_the_old_record_and_nothing_beside(tm
 
 @pytest.mark.parametrize("old", [b"old" * 1000, None], ids=["there", "not there"])
 def test_a_process_killed_at_any_moment_leaves_the_old_record_or_the_new_one(tmp_path, old):
-    path, new = tmp_path / "run.json", b"new" * 2000
-    for number in range(1, 100):
-        path.unlink(missing_ok=True)
-        if old is not None:
-            path.write_bytes(old)
-        ended = killed_before_change(number, lambda: write(path, new))
-        if ended == "done":
-            break
-        assert ended == "killed"
-        assert (path.read_bytes() if path.exists() else None) in (old, new)
-    assert number > 2 and path.read_bytes() == new
+    start, path, new = tmp_path / "start", tmp_path / "folder" / "run.json", b"new" * 2000
+    start.mkdir()
+    if old is not None:
+        (start / "run.json").write_bytes(old)
+    saves = killed_at_each_change(start, path.parent, lambda: write(path, new))
+    found = [path.read_bytes() if path.exists() else None for _ in saves]
+    assert {*found} == {old, new} and found[-1] == new and len(found) > 2
 
 
 def test_of_two_processes_on_one_path_the_last_one_wins_whole(tmp_path):
@@ -442,22 +441,15 @@ def names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def killed_saves(start: Path, folder: Path, model: torch.nn.Module, names: set[str]):
-    """Save into copies of `start`, each time killed one change of files later, to the whole save.
-
-    Yields each time, then saves once more: that leaves these names and nothing of what was killed.
-    """
-    ended, number = "", 0
-    while ended != "done":
-        number += 1
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-        ended = killed_before_change(number, lambda: save(model, folder))
-        assert ended in ("done", "killed"), ended
-        yield number
+def killed_saves(
+    start: Path, folder: Path, model: torch.nn.Module, names: set[str]
+) -> Iterator[None]:
+    """Yield after each save that is killed; the next save leaves these names, and nothing of it."""
+    for ended in killed_at_each_change(start, folder, lambda: save(model, folder)):
+        yield
         if ended == "killed":
             save(model, folder)
-        assert names_in(folder) == names and holds(folder, model), number
+        assert names_in(folder) == names and holds(folder, model)
 
 
 MODEL_NAMES = {"config.json", "generation_config.json", "model.safetensors"}
@@ -483,11 +475,11 @@ def test_a_save_killed_at_any_moment_leaves_the_whole_old_or_the_whole_new_model
     (start / ".unfinished-model").mkdir()
     (start / ".unfinished-model" / "half.safetensors").write_text("half")
     found = []
-    for number in killed_saves(start, folder, new, MODEL_NAMES | USERS_FILES):
+    for _ in killed_saves(start, folder, new, MODEL_NAMES | USERS_FILES):
         if (folder / "config.json").exists():
-            assert (folder / "model.safetensors").exists(), f"no weights, before change {number}"
+            assert (folder / "model.safetensors").exists()
             found.append("new" if holds(folder, new) else "old")
-            assert found[-1] == "new" or holds(folder, old), f"before change {number}"
+            assert found[-1] == "new" or holds(folder, old)
         else:
             found.append("old")
             assert not exists
