@@ -151,30 +151,21 @@ WAYS = [  # flags, changes of the workload
         pytest.param(f"--data {data}", ALL, marks=pytest.mark.exhaustive)
         for data in ("stdlib", "synthetic")
     ),
+    # there is no history of scales to save
+    pytest.param("--batch-size 2", ALL | {"fp8": "all"}, marks=pytest.mark.exhaustive),
 ]
 
 
 @pytest.mark.parametrize(("flags", "changes"), WAYS, ids=str)
-def test_a_resumed_run_is_the_run_that_was_not_ended(differing_in_pieces, examples, flags, changes):
+def test_a_resumed_run_is_the_run_that_was_not_ended(
+    differing_in_pieces, examples, monkeypatch, flags, changes
+):
     """Across an epoch's edge: step 5 of one sample each begins the second one."""
-    workload = tiny_workload(*SMALL, "--data", examples, *flags.split())
-    assert differing_in_pieces(replace(workload, **changes)) == []
-
-
-def test_a_run_is_not_resumed_with_other_moments():
-    wide, coded = (replace(tiny_workload(), **ADAMW, moments=each) for each in (None, "8bit"))
-    assert resuming.refused_differences(wide, coded) == ["moments 8bit (not None)"]
-    assert resuming.refused_differences(coded, coded) == []
-
-
-@pytest.mark.exhaustive
-def test_in_fp8_it_is_too(differing_in_pieces, examples, monkeypatch):
-    """There is no history of scales to save."""
-    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
+    if "fp8" in changes and not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
-    workload = tiny_workload(*SMALL, "--data", examples, "--batch-size", "2")
-    assert differing_in_pieces(replace(workload, kernels=tuple(KERNELS), fp8="all")) == []
+    workload = tiny_workload(*SMALL, "--data", examples, *flags.split())
+    assert differing_in_pieces(replace(workload, **changes)) == []
 
 
 def test_conversations_with_the_date_keep_that_of_the_first_day(
@@ -282,22 +273,7 @@ def test_a_signal_that_comes_while_processes_agree_is_for_the_next_step(monkeypa
     assert [keeper.agreed_signal() for _ in range(2)] == [0, signal.SIGTERM]
 
 
-def test_what_is_done_in_another_way_is_said(run_script, ended_after, tmp_path):
-    ended_after(2)
-    folder = str(tmp_path / "checkpoints")
-    run_script(finetune_baseline, *flags_of(folder, "--batch-size", "2"))
-    ended_after(None)
-    resumed = [*TINY, *SMALL, "--resume", folder]
-    layout = ["--accumulate", "2", "--recompute", "layer"]
-    outcome = run_script(finetune_baseline, *resumed, *layout)
-    assert outcome.code == 0
-    (line,) = [line for line in outcome.out.splitlines() if line.startswith("In another way")]
-    for said in ("batch_size 1 (not 2)", "accumulate 2 (not None)", "recompute layer (not None)"):
-        assert said in line
-    assert "last bits may differ" in line
-
-
-def test_which_changes_leave_the_bits():
+def test_which_changes_leave_the_bits_and_which_are_refused():
     plain = tiny_workload(*SMALL)
     environment = dict.fromkeys(resuming.MACHINE)
     for kernels, exact in ((("adamw",), True), ((), False)):
@@ -308,6 +284,9 @@ def test_which_changes_leave_the_bits():
     lines = resuming.notes(of_two, environment | {"torch": "1.0"}, plain)
     for said in ("world_size None (not 2)", "parallel None (not fsdp)", "(not 1.0)"):
         assert said in lines[0]
+    wide, coded = (replace(plain, kernels=("adamw",), moments=each) for each in (None, "8bit"))
+    assert resuming.refused_differences(wide, coded) == ["moments 8bit (not None)"]
+    assert resuming.refused_differences(coded, coded) == []
 
 
 # ---------------------------------------------------------------- what is refused
@@ -387,6 +366,16 @@ def test_other_flags_that_change_the_result_are_refused(resumed):
         outcome = resumed(*flags)
         assert_refused(outcome, said)
         assert outcome.out == "", flags
+
+
+def test_what_is_done_in_another_way_is_said(resumed):
+    layout = ["--batch-size", "1", "--accumulate", "2", "--recompute", "layer"]
+    outcome = resumed(*layout, begun=("--batch-size", "2"))
+    assert outcome.code == 0
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith("In another way")]
+    for said in ("batch_size 1 (not 2)", "accumulate 2 (not None)", "recompute layer (not None)"):
+        assert said in line
+    assert "last bits may differ" in line
 
 
 def test_the_same_files_by_other_names_are_no_other_training(
