@@ -22,7 +22,7 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import stepping
-from harness.training import training_run
+from harness.training import run_text, training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, jsonl, tiny_workload
@@ -183,7 +183,7 @@ def test_without_a_step_to_profile_or_a_kernel_in_it_the_busy_time_is_unknown(
 
 def block_rows(record: dict) -> dict[str, str]:
     """Return the rows of the result block by their names."""
-    rows = (line.split(":", 1) for line in training_run.result_block(record).splitlines())
+    rows = (line.split(":", 1) for line in run_text.result_block(record).splitlines())
     return {name: text[0].strip() for name, *text in rows if text}
 
 
