@@ -522,37 +522,29 @@ def test_a_folder_with_another_model_is_refused(case, tmp_path):
     assert contents(tmp_path) == before
 
 
-@pytest.fixture
-def with_tokenizer(tmp_path, monkeypatch) -> Path:
-    """A saved model with a tokenizer, a template of chats, and a file that is no tokenizer's."""
-    folder = tmp_path / "model"
-    tokenizer = tokenizer_of("a b c", chat_template="{{ messages }}")
-    with monkeypatch.context() as patch:
-        patch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
-        save(make_model(0), folder)
-    for name in ("tokenizer.model", "vocabulary.txt"):
-        (folder / name).write_text("there")
-    assert {"tokenizer.json", "chat_template.jinja"} <= names_in(folder)
-    return folder
+def test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it(
+    tmp_path, monkeypatch
+):
+    """The save is killed at any moment; the next save removes what is left of the tokenizer.
 
-
-def test_a_model_without_a_tokenizer_does_not_get_that_of_the_model_before_it(with_tokenizer):
-    """The save is killed at any moment; the next save removes what is left of the tokenizer."""
-    folder, new = with_tokenizer.parent / "again", make_model(1)
-    for _ in killed_saves(with_tokenizer, folder, new, MODEL_NAMES | {"vocabulary.txt"}):
+    Nor does a tokenizer get the template of chats of the one before it.
+    """
+    start, folder, new = tmp_path / "model", tmp_path / "again", make_model(1)
+    plain, with_template = tokenizer_of("c b a"), tokenizer_of("a b c", chat_template="{{ 1 }}")
+    start.mkdir()
+    for name in ("tokenizer.model", "vocabulary.txt"):  # other programs read them
+        (start / name).write_text("there")
+    for tokenizer in (with_template, plain, with_template):
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "load_tokenizer", lambda workload, given=tokenizer: given)
+            save(make_model(0), start)
+        again = dataset.load_tokenizer(Workload(model=str(start)))
+        assert again.chat_template == tokenizer.chat_template
+        assert again.get_vocab() == tokenizer.get_vocab()
+    assert {"tokenizer.json", "chat_template.jinja", "tokenizer.model"} <= names_in(start)
+    for _ in killed_saves(start, folder, new, MODEL_NAMES | {"vocabulary.txt"}):
         assert (folder / "tokenizer.json").exists() or holds(folder, new)
     assert dataset.load_tokenizer(Workload(model=str(folder))) is None
-
-
-def test_a_tokenizer_without_a_template_does_not_get_that_of_the_one_before_it(
-    with_tokenizer, monkeypatch
-):
-    tokenizer = tokenizer_of("c b a")
-    monkeypatch.setattr(saving, "load_tokenizer", lambda workload: tokenizer)
-    save(make_model(0), with_tokenizer)
-    again = dataset.load_tokenizer(Workload(model=str(with_tokenizer)))
-    assert again.chat_template is None and again.get_vocab() == tokenizer.get_vocab()
-    assert (with_tokenizer / "tokenizer.model").exists(), "other programs read it"
 
 
 @pytest.mark.parametrize("fault", ["No space left on device", r"wrote no model\.safetensors"])
