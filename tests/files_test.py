@@ -616,7 +616,7 @@ def test_a_folder_that_cannot_take_the_model_is_refused_before_training(
     said = f"--save {other} holds another model: model_type gpt2"
     assert said in refused("--save", str(other))
     with monkeypatch.context() as patch:
-        patch.setattr(output_files, "room_in", lambda folder: 2**16)
+        patch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=2**16))
         for more in ([], ["--lora-rank", "32"]):
             said = f"--save {new} has 6.55e-05 GB of room, expected 1 x 0.000"
             assert said in refused("--save", new, *more)
@@ -635,7 +635,8 @@ def test_a_folder_that_cannot_take_the_model_is_refused_before_training(
 def test_a_model_that_cannot_be_saved_does_not_cost_the_record(
     run_script, monkeypatch, small_disk, tmp_path
 ):
-    monkeypatch.setattr(output_files, "room_in", lambda folder: 2**40)  # others fill it meanwhile
+    # others fill it meanwhile
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: argparse.Namespace(free=2**40))
     record = tmp_path / "run.json"
     flags = ["--steps", "1", "--save", str(small_disk / "model"), "--json", str(record)]
     outcome = run_script(finetune_baseline, *TINY, *flags)
