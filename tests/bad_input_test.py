@@ -225,9 +225,11 @@ def test_a_model_that_may_not_be_read_is_one_sentence(run_script, saved_tiny, cl
         path, user = parent / closed, os.geteuid()
         path.chmod(mode)
         os.seteuid(user or 65_534)  # root may read everything
-        outcome = run_script(finetune_baseline, "--model", str(model), *STEPS)
-        os.seteuid(user)
-        path.chmod(0o755)
+        try:
+            outcome = run_script(finetune_baseline, "--model", str(model), *STEPS)
+        finally:
+            os.seteuid(user)
+            path.chmod(0o755)
     assert_refused(outcome, f"--model {model} cannot be read: Permission denied")
 
 

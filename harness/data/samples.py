@@ -96,11 +96,16 @@ class Samples:
 # ---------------------------------------------------------------- files
 
 
+def stdlib_texts() -> list[str]:
+    """Return the source of Python's standard library, a text per file that is in no package."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+
+
 def read_texts(data: str) -> tuple[list[str], list[str]]:
     """Return (training texts, held-out texts): the second is a tenth of the files or the text."""
     if data == "stdlib":
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))  # those in no package
-        texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
+        texts = stdlib_texts()
         return [t for i, t in enumerate(texts) if i % 10], texts[::10]
     text = read_file(data)
     cut = len(text) * 9 // 10
