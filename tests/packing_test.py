@@ -15,7 +15,7 @@ from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, packed_attention
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from harness.steps import stepping
-from next_steps.finetuning import distill
+from next_steps.finetuning import distill, distillation, opponents
 from next_steps.patches import apply_kernels
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
@@ -190,8 +190,8 @@ def test_texts_are_cut_where_a_sequence_is_full_and_lose_no_token():
     [
         (finetune_baseline, [*STEPS, "--save", "model"]),
         (finetune_optimized, [*STEPS, "--kernels", "rope"]),
-        (finetune_optimized, [*STEPS, "--opponent", "fused-adamw"]),
-        (finetune_optimized, [*STEPS, "--teacher", "tiny", "--kernels", "none"]),
+        (opponents, [*STEPS, "--opponent", "fused-adamw"]),
+        (distill, [*STEPS, "--teacher", "tiny", "--kernels", "none"]),
         (profile_baseline, ["--trace", "trace.json"]),
     ],
     ids=["baseline", "optimized", "opponent", "teacher", "profile"],
@@ -222,7 +222,7 @@ def test_useful_tokens_are_counted_and_padding_is_recorded(recorded, file, pack)
 
 def test_a_distilled_step_is_packed_too(samples):
     student, teacher = (loading.load_model(packed("--seed", seed)) for seed in "12")
-    distill.learn_from(student, teacher.eval(), fused=False)
+    distillation.learn_from(student, teacher.eval(), fused=False)
     batch = packed_batch(samples)
     found = gradients(student, (batch, 1.0))
     alone = [dataset.Batches(samples, [[i]], 1, packed_to=SIZE)[0] for i in range(len(samples))]

@@ -6,11 +6,10 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness.benchmark import benchmark_tables
-from harness.profiling import profile_comparison
 from harness.training import run_text
-from next_steps.comparisons import sweep_tables
+from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
 from tools import instruction_count
 from tools.page_records import COLUMNS, load
 
@@ -23,7 +22,7 @@ def render(names: list[str]) -> str:
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
         "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
-        "profile, several": profile_comparison.render_comparison,
+        "profile, several": compare_profiles.render_comparison,
         "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,
@@ -33,8 +32,8 @@ def render(names: list[str]) -> str:
         "sweep": sweep_tables.render_sweep,
         "ladder": ladder.render,
         "frontier": frontier.render,
-        "longest": longest.render,
-        "fp8_accuracy": fp8_study.render_accuracy,
+        "longest": frontier.render_longest,
+        "fp8_accuracy": fp8_accuracy.render,
         "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }
