@@ -6,7 +6,7 @@ import textwrap
 import compare_runs
 import profile_baseline
 from harness.benchmark import benchmark_tables
-from harness.training import training_run
+from harness.training import run_text
 from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
@@ -43,8 +43,8 @@ def render(names: list[str]) -> str:
 def finetune_output(record: dict) -> str:
     """Return every step's line and the result block."""
     n_steps = record["steps"]
-    steps = [training_run.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
-    return "\n".join([*steps, "", training_run.result_block(record)])
+    steps = [run_text.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
+    return "\n".join([*steps, "", run_text.result_block(record)])
 
 
 def position(lines: list[str], beginning: str, start: int) -> int:
