@@ -7,6 +7,7 @@ import pytest
 
 import compare_runs
 from harness.cli.workload import Workload
+from harness.records import schema
 from tests.small_workloads import MADE_UP
 
 
@@ -196,7 +197,7 @@ def without(record: dict, *keys: str) -> dict:
         ([1], "is not a 'finetune' record (it is 'list')"),
         (
             without(run(), "losses", "environment"),
-            "1.json is a damaged record, without a usable losses, environment",
+            "1.json is a damaged record, without a usable environment, losses",
         ),
         *(
             (run() | changed, f"1.json is a damaged record, without a usable {key};")
@@ -217,7 +218,7 @@ def test_a_record_that_cannot_be_compared_is_one_sentence(script, other, sentenc
 @pytest.mark.parametrize(
     "damage",
     [
-        *({key: None} for key in compare_runs.KEYS),
+        *({key: None} for key in schema.KINDS["finetune"]),
         {"losses": []},
         {"losses": "3, 2, 1"},
         {"losses": [3.0, None, 1.0]},

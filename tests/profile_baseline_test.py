@@ -34,7 +34,8 @@ from harness.profiling.kernel_facts import (
     UNATTRIBUTED,
 )
 from harness.profiling.profile_tables import OF_A_GRAPH
-from harness.records.run_records import is_environment, read_record
+from harness.records.run_records import read_record
+from harness.records.schema import is_environment
 from harness.steps import stepping
 from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile

@@ -8,37 +8,12 @@ from harness.profiling.kernel_facts import FACTS
 from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
 from harness.records import run_records as records
+from harness.records.schema import is_list_of
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = "model", "first_layers", "weights", "dtype", "data", "device"
 SAME_WORKLOAD += "batch_size", "seq_len", "accumulate"
-
-of_timeline = records.has_numbers("step_ms", "idle_us", "host_us")
-of_category = records.has_numbers("us", "launches", "bytes", "flops")
-of_ceilings = records.has_numbers("copy_gbs", "matmul_tflops")
-
-# the keys that are read of a profile, each with the check of its value
-KEYS = {
-    "environment": records.is_environment,
-    "kernels": records.is_list_of(lambda name: name in [*FACTS]),
-    **dict.fromkeys(("model", "weights", "dtype", "data", "device"), records.is_text),
-    **dict.fromkeys(("parameters", "batch_size", "seq_len"), records.is_positive),
-    "operations": records.is_list_of(
-        lambda row: records.has_numbers("us")(row) and records.is_text(row.get("name"))
-    ),
-    "categories": records.is_table_of(
-        lambda row: of_category(row) and records.is_number(row.get("fp8_flops", 0.0))
-    ),
-    "step_ms": lambda ms: records.is_list_of(records.is_positive)(ms) and len(ms) > 0,
-    "median_step_ms": records.is_positive,
-    "busy_us": records.is_number,
-    "ceilings": lambda rates: of_ceilings(rates) and all(map(records.is_positive, rates.values())),
-    "sizes": records.has_numbers(
-        "weights", "stream", "heads", "inner", "logits", "layers", "width"
-    ),
-    "timeline": lambda times: times is None or of_timeline(times),
-}
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
@@ -123,9 +98,9 @@ def render_comparison(before: dict, after: dict) -> str:
 
 def compare(before_path: str, after_path: str, picture: str | None) -> None:
     """Print the comparison of two recorded profiles, and draw both into one picture."""
-    profiles = [records.read_record(path, "profile") for path in (before_path, after_path)]
-    for path, profile in zip((before_path, after_path), profiles):
-        records.require_keys(path, profile, KEYS)
+    known = is_list_of(lambda name: name in [*FACTS])
+    paths = before_path, after_path
+    profiles = [records.read_record(path, "profile", kernels=known) for path in paths]
     print(render_comparison(*profiles))
     if picture:
         plot(profiles, picture)
