@@ -18,7 +18,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
-Below it stands, as a quotation, where its figures come from (page_sources.py).
+Below it stands, as a quotation, where its figures come from (page_records.py).
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
 """
@@ -49,7 +49,7 @@ def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
     from tools import page_kernel_tables, page_published_tables, page_step_tables
     from tools.page_outputs import output_block
-    from tools.page_sources import source
+    from tools.page_records import source
 
     modules = page_kernel_tables, page_published_tables, page_step_tables
     tables = {"flags": flags.page, "exercises": words.page}

@@ -43,9 +43,8 @@ def speed_cells(row: dict) -> dict[str, str]:
 def published() -> str:
     """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU."""
     body = [
-        {"source": row["source"], "GPU": f"{row['gpus']} {short_gpu(row['gpu'])}"}
-        | speed_cells(row)
-        | {"not like for like": row["differs"]}
+        (row["source"], f"{row['gpus']} {short_gpu(row['gpu'])}")
+        + (*speed_cells(row).values(), row["differs"])
         for row in load("published")["rows"]
     ]
     return table(body, f"source | {IN_BOTH} | not like for like")
@@ -77,13 +76,10 @@ def published_ours() -> str:
         precision = ("FP8" if run.get("fp8") else "bf16") + ", LoRA" * ("lora_rank" in run)
         row = run | {"precision": precision, "gpu": run["environment"]["gpu"]}
         row["tokens_per_second_per_gpu"] = run["tokens_per_second"]
-        joules = joules_per_token(run)
-        body.append(
-            {"ours": run_label(run), "GPU": short_gpu(row["gpu"])}
-            | speed_cells(row)
-            | {"W": f"{run['power']['watts']:,.0f}" if joules else "–"}
-            | {"mJ a token": f"{1e3 * joules:.1f}" if joules else "–"}
-        )
+        energy = "–", "–"
+        if joules := joules_per_token(run):
+            energy = f"{run['power']['watts']:,.0f}", f"{1e3 * joules:.1f}"
+        body.append((run_label(run), short_gpu(row["gpu"]), *speed_cells(row).values(), *energy))
     return table(body, f"ours | {IN_BOTH} | W | mJ a token")
 
 

@@ -23,8 +23,8 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
-def categories(before: dict, after: dict) -> list[list[str]]:
-    """Return headers; categories, idle time and step before and after; gains and predictions."""
+def categories(before: dict, after: dict) -> tables.Table:
+    """Return categories, idle time and step before and after, and gains and predictions."""
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
@@ -48,7 +48,7 @@ def categories(before: dict, after: dict) -> list[list[str]]:
     rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
-    return [headers, *(row + [""] * (len(headers) - len(row)) for row in rows)]
+    return tables.Table(headers, rows)
 
 
 def comparison_row(
@@ -80,7 +80,6 @@ def render_comparison(before: dict, after: dict) -> str:
         raise UserError(f"the profiles are not of one workload: {differences}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
-    headers, *rows = categories(before, after)
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
@@ -88,7 +87,7 @@ def render_comparison(before: dict, after: dict) -> str:
         "",
         tables.title("What the kernels changed", on_gpu),
         *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
-        tables.table(headers, rows),
+        categories(before, after).text(),
         "",
         only_in("Went away:", old, new),
         only_in("Came:     ", new, old),

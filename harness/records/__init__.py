@@ -1,1 +1,1 @@
-"""What a run writes down, its keys, and how far its steps lie apart.  May import the rooms up to steps."""
+"""What a run writes down, and how far its steps lie apart.  May import the rooms up to steps."""
