@@ -31,14 +31,11 @@ from tools import (
     fill_pages,
     instruction_count,
     make_records,
-    page_outputs,
     page_records,
-    page_sources,
 )
-from tools.fill_pages import MARKED
+from tools.fill_pages import LEFT_OUT, MARKED
 from tools.make_records import RUNS
-from tools.page_outputs import COLUMNS, LEFT_OUT
-from tools.page_records import HERE, RESULTS, load
+from tools.page_records import COLUMNS, HERE, RESULTS, load
 
 PAGES = fill_pages.pages()
 TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
@@ -300,13 +297,13 @@ def test_a_source_says_all_commits_and_machines_of_its_records(tmp_path, monkeyp
         versions = {"torch": "2.9.1+cpu", "triton": "3.5.0"}
         environment = {"gpu": gpu, "commit": commit, **versions}
         (tmp_path / f"{name}.json").write_text(json.dumps({"environment": environment}))
-    said = page_sources.source(machines, HERE / "docs" / "memory.md").replace("\n> ", " ")
+    said = page_records.source(machines, HERE / "docs" / "memory.md").replace("\n> ", " ")
     assert said == (
         "> [H200, torch 2.9.1, triton 3.5.0; CPU, torch 2.9.1, triton 3.5.0, aaaaaaa+, bbbbbbb]"
         "(../results/profile_1x512.json) and 1 more: "
         "`python -m tools.make_records profile_1x512 ladder_1x512`"
     )
-    assert not page_sources.source(["published"], PAGES[0])
+    assert not page_records.source(["published"], PAGES[0])
 
 
 LINES = """\
@@ -329,31 +326,31 @@ end""".splitlines()
     ],
 )
 def test_an_output_is_cut_and_says_so(parts, shown):
-    assert page_outputs.cut(LINES, parts) == shown
+    assert fill_pages.cut(LINES, parts) == shown
 
 
 def test_a_part_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="begins with 'nowhere'"):
-        page_outputs.cut(LINES, ["nowhere"])
+        fill_pages.cut(LINES, ["nowhere"])
 
 
 def test_columns_are_left_out_and_the_heading_says_so():
-    shown = page_outputs.without_columns(LINES, ["Host"])
+    shown = fill_pages.without_columns(LINES, ["Host"])
     assert (
         shown[1:4] == ["Name    Total  ...", "----  -------", "a         2.0"]
         and shown[-1] == "end"
     )
-    assert page_outputs.without_columns(LINES, ["Nothing"]) == LINES
+    assert fill_pages.without_columns(LINES, ["Nothing"]) == LINES
 
 
 def test_the_sentence_below_a_table_keeps_its_end():
     lines = [*LINES[:5], "a sentence that is longer than the table"]
-    assert page_outputs.without_columns(lines, ["Total"])[-2:] == ["b        3.0", lines[-1]]
+    assert fill_pages.without_columns(lines, ["Total"])[-2:] == ["b        3.0", lines[-1]]
 
 
 def test_every_picture_is_drawn_from_its_records():
     drawn = {f"{name}.png" for name, _, _ in fill_pages.pictures()}
-    left = {f"{name}.png" for name in page_sources.ANSWERED}
+    left = {f"{name}.png" for name in page_records.ANSWERED}
     found = {path.name for path in RESULTS.glob("*.png")}
     assert drawn == found - left
     links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", "".join(TEXTS.values()))

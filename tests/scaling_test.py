@@ -22,7 +22,7 @@ from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
 from tools import page_records, page_step_tables
-from tools.page_outputs import COLUMNS
+from tools.page_records import COLUMNS
 
 
 def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50, accumulate=1) -> dict:

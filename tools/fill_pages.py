@@ -13,8 +13,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) of a module
-                                                       page_*_tables.py
+    <!-- table: NAME WORD ... -->                      NAME(WORD, ...) of page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
@@ -26,14 +25,29 @@ A sentence of a page holds no measured figure: the figure is in a block beside t
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import compare_runs
+import profile_baseline
 from exercises.grading import words
+from harness.benchmark import benchmark_picture, benchmark_tables
+from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, flags, output_files
+from harness.cli.processes import PARALLEL
+from harness.profiling import profile_comparison, roofline
 from harness.records import run_records
-from tools.page_records import HERE, LOADED, RESULTS, load
+from harness.training import training_run
+from next_steps.comparisons import sweep_tables
+from next_steps.memory import memory_estimate, memory_profile
+from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from tools import instruction_count, page_kernel_tables, page_published_tables, page_step_tables
+from tools.page_records import COLUMNS, HERE, LOADED, RESULTS, load, source
 
+LEFT_OUT = "..."
+TABLES = {"flags": flags.page, "exercises": words.page} | page_kernel_tables.TABLES
+TABLES |= page_published_tables.TABLES | page_step_tables.TABLES
 MARKED = re.compile(
     r"^<!-- (?P<kind>output|table): (?P<what>[^\n]+?) -->\n"
     r"(?P<body>```text\n.*?^```$|\|[^\n]*(?:\n\|[^\n]*)*)(?P<source>(?:\n>[^\n]*)*)",
@@ -47,14 +61,6 @@ def pages() -> list[Path]:
 
 def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_published_tables, page_step_tables
-    from tools.page_outputs import output_block
-    from tools.page_records import source
-
-    modules = page_kernel_tables, page_published_tables, page_step_tables
-    tables = {"flags": flags.page, "exercises": words.page}
-    for module in modules:
-        tables |= module.TABLES
 
     def computed(match: re.Match) -> str:
         LOADED.clear()
@@ -62,23 +68,113 @@ def fill(text: str, page: Path) -> str:
             body = output_block(match["what"])
         else:
             name, *arguments = match["what"].split()
-            body = tables[name](*arguments)
+            body = TABLES[name](*arguments)
         lines = f"<!-- {match['kind']}: {match['what']} -->", body, source(LOADED, page)
         return "\n".join(filter(None, lines))
 
     return MARKED.sub(computed, text)
 
 
+# ---------------------------------------------------------------- outputs
+
+
+def render(names: list[str]) -> str:
+    """Return what the script that wrote these records printed."""
+    records = [load(name) for name in names]
+    kind = records[0]["kind"] + ", several" * (len(records) > 1)
+    renderers = {
+        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "profile, several": profile_comparison.render_comparison,
+        "scaling, several": scaling_tables.render,
+        "finetune": finetune_output,
+        "profile": profile_baseline.render,
+        "memory": memory_profile.render,
+        "estimate": memory_estimate.render,
+        "benchmark": benchmark_tables.render,
+        "sweep": sweep_tables.render_sweep,
+        "ladder": ladder.render,
+        "frontier": frontier.render,
+        "longest": longest.render,
+        "fp8_accuracy": fp8_study.render_accuracy,
+        "instructions": instruction_count.render,
+        "text": lambda record: "\n".join(record["lines"]),
+    }
+    return renderers[kind](*records)
+
+
+def finetune_output(record: dict) -> str:
+    """Return every step's line and the result block."""
+    n_steps = record["steps"]
+    steps = [training_run.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
+    return "\n".join([*steps, "", training_run.result_block(record)])
+
+
+def position(lines: list[str], beginning: str, start: int) -> int:
+    """Return the place of the first line, from `start` on, that begins with these words."""
+    for i in range(start, len(lines)):
+        if " ".join(lines[i].split()).startswith(" ".join(beginning.split())):
+            return i
+    raise ValueError(
+        f"no line from line {start + 1} on begins with {beginning!r}: look at the record's output"
+    )
+
+
+def cut(lines: list[str], parts: list[str]) -> list[str]:
+    """Return the lines that the parts name; LEFT_OUT stands where lines are missing between."""
+    shown, end = [], 0
+    for part in parts:
+        first, dots, last = (text.strip() for text in part.partition(".."))
+        start = position(lines, first, end)
+        stop = position(lines, last, start) + 1 if last else len(lines) if dots else start + 1
+        if start > end:
+            shown.append(LEFT_OUT if any(lines[end:start]) else "")
+        shown += lines[start:stop]
+        end = stop
+    return shown + ([LEFT_OUT] if any(lines[end:]) else [])
+
+
+def without_columns(lines: list[str], names: list[str]) -> list[str]:
+    """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
+    columns, spans, result = [], [], []
+    for line, below in zip(lines, [*lines[1:], ""]):
+        ending = ""
+        if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
+            columns = [match.span() for match in re.finditer(r"-+(?:  |$)", below)]
+            spans = [(a, b) for a, b in columns if line[a:b].strip() not in names]
+            if len(spans) == len(columns):
+                spans = []
+            else:
+                ending = f"  {LEFT_OUT}"
+        elif not line or any(line[b - 2 : b].strip() for _, b in columns[:-1]):  # not a row
+            spans = []
+        if spans:
+            line = "".join(line[a:b].ljust(b - a) for a, b in spans).rstrip() + ending
+        result.append(line)
+    return result
+
+
+def output_block(what: str) -> str:
+    """Return a fenced block with what was recorded, cut as the marker says.
+
+    A sentence too long for a page is broken as a terminal breaks it. A table's row stays whole.
+    """
+    names, *parts = (part.strip() for part in what.split("|"))
+    lines = [line.rstrip() for line in render(names.split()).splitlines()]
+    if parts and parts[-1].startswith("without "):
+        columns = parts.pop().removeprefix("without ")
+        lines = without_columns(lines, [name.strip() for name in columns.split(";")])
+    lines = cut(lines, parts) if parts else lines
+    for i, line in enumerate(lines):
+        if len(line) > COLUMNS and "  " not in line.strip():
+            lines[i] = textwrap.fill(line, COLUMNS - 4, subsequent_indent="    ")
+    return "\n".join(["```text", *lines, "```"])
+
+
+# ---------------------------------------------------------------- pictures and checks' outputs
+
+
 def pictures() -> Iterator[tuple[str, Callable, list]]:
     """Each picture of results/: its name, the function that draws it, the function's arguments."""
-    import compare_runs
-    from harness.benchmark import benchmark_picture
-    from harness.benchmark.benchmark_specs import SPECS
-    from harness.cli.processes import PARALLEL
-    from harness.profiling import roofline
-    from next_steps.memory import memory_profile
-    from next_steps.studies import frontier, ladder, scaling_tables
-
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
     memory = "memory_baseline_1x512", "memory_baseline_4x2048", "memory_all_4x2048"
     single |= dict.fromkeys(memory, memory_profile.plot)
