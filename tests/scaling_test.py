@@ -122,11 +122,11 @@ def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
         for study in ("scaling", "scaling_fp8"):
             (tmp_path / f"{study}_{name}.json").write_text(json.dumps(each))
     monkeypatch.setattr(page_records, "RESULTS", tmp_path)
-    table = page_step_tables.TABLES["scaling"]("fsdp")
+    table = page_step_tables.scaling_table("fsdp")
     assert len(table.splitlines()) == 2 + len(ways) * len(sizes)
     assert all(len(line) <= COLUMNS for line in table.splitlines()), table
-    assert page_step_tables.TABLES["scaling"]("fsdp", "scaling_fp8") == table
-    assert "| all kernels, fsdp " in page_step_tables.TABLES["crossovers"]()
+    assert page_step_tables.scaling_table("fsdp", "scaling_fp8") == table
+    assert "| all kernels, fsdp " in page_step_tables.crossovers()
 
 
 @pytest.mark.parametrize(

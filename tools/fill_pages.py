@@ -13,7 +13,8 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      NAME(WORD, ...) of page_*_tables.py
+    <!-- table: NAME WORD ... -->                      NAME(WORD, ...) or NAME_table(WORD, ...)
+                                                       of page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
@@ -46,8 +47,8 @@ from tools import instruction_count, page_kernel_tables, page_published_tables, 
 from tools.page_records import COLUMNS, HERE, LOADED, RESULTS, load, source
 
 LEFT_OUT = "..."
-TABLES = {"flags": flags.page, "exercises": words.page} | page_kernel_tables.TABLES
-TABLES |= page_published_tables.TABLES | page_step_tables.TABLES
+TABLES = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
+TABLES |= {"flags_table": flags.page, "exercises_table": words.page}
 MARKED = re.compile(
     r"^<!-- (?P<kind>output|table): (?P<what>[^\n]+?) -->\n"
     r"(?P<body>```text\n.*?^```$|\|[^\n]*(?:\n\|[^\n]*)*)(?P<source>(?:\n>[^\n]*)*)",
@@ -68,7 +69,7 @@ def fill(text: str, page: Path) -> str:
             body = output_block(match["what"])
         else:
             name, *arguments = match["what"].split()
-            body = TABLES[name](*arguments)
+            body = (TABLES.get(f"{name}_table") or TABLES[name])(*arguments)
         lines = f"<!-- {match['kind']}: {match['what']} -->", body, source(LOADED, page)
         return "\n".join(filter(None, lines))
 

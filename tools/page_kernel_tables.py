@@ -238,8 +238,3 @@ def fp8_products() -> str:
         body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
     times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"
     return table(body, f"product, µs | tokens | M × N × K | {times_us}")
-
-
-FUNCTIONS = benchmark, errors, sizes, dtypes, kernels, prediction, reverse_kl, ceilings, targets
-FUNCTIONS += fp8_casts, fp8_products
-TABLES = {function.__name__: function for function in FUNCTIONS}

@@ -100,7 +100,3 @@ def weight_values() -> str:
             loss = f"{statistics.median(r['loss'] for r in rounds):.2f}"
             body.append((f"{precision}, {way}", *cells, loss, ratio if way == "trained" else ""))
     return table(body, "weights | step, ms | p20–p80 | W | MHz | loss | over random, by rounds")
-
-
-FUNCTIONS = published, published_sources, published_peaks, published_ours, weight_values
-TABLES = {function.__name__: function for function in FUNCTIONS}

@@ -59,7 +59,7 @@ def gain_over(first: dict) -> Column:
     return Column("gain", lambda run: "" if run is first else Step.of(first).over(Step.of(run)))
 
 
-def at_step(title: str, place: int, write: str) -> Column:
+def loss_at(title: str, place: int, write: str) -> Column:
     """Return the column of a step's loss."""
     return Column(title, lambda run: run["losses"][place], write)
 
@@ -401,8 +401,8 @@ def distillation() -> str:
     }
     columns = [
         Column("", "label"),
-        at_step("reverse KL in step 1", 0, ".2f"),
-        at_step("in step 20", -1, ".2f"),
+        loss_at("reverse KL in step 1", 0, ".2f"),
+        loss_at("in step 20", -1, ".2f"),
         Column("validation loss before", "validation_loss_before", ".2f"),
         Column("after", "validation_loss_after", ".2f"),
     ]
@@ -414,7 +414,7 @@ def distillation() -> str:
 def distillation_8b() -> str:
     """The large student, with and without the kernels."""
     runs = labelled({"`--kernels all`": "distill_8b", "`--kernels none`": "distill_8b_none"})
-    losses = [at_step("reverse KL in step 1", 0, ".3f"), at_step("in step 20", -1, ".3f")]
+    losses = [loss_at("reverse KL in step 1", 0, ".3f"), loss_at("in step 20", -1, ".3f")]
     return Table.of([Column("", "label"), *step_columns(0), PEAK, *losses], runs).markdown()
 
 
@@ -428,7 +428,7 @@ def trainer() -> str:
     })  # fmt: skip
     columns = [Column(f"{size_label(runs[0])}, LoRA", "label"), *step_columns(), SPEED]
     columns += [gain_over(runs[0]), PEAK]
-    columns += [at_step("loss, step 1", 0, ".4f"), at_step("step 8", -1, ".4f")]
+    columns += [loss_at("loss, step 1", 0, ".4f"), loss_at("step 8", -1, ".4f")]
     return Table.of(columns, runs).markdown()
 
 
@@ -447,9 +447,3 @@ def traces() -> str:
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
     return table(body, "trace | on | commit | kernels, copies | step, ms | kB")
-
-
-FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
-FUNCTIONS += lora_fp8, traces, trainer, families, durations, quality, distillation, distillation_8b
-TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
-TABLES |= {function.__name__: function for function in FUNCTIONS}
