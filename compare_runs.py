@@ -11,9 +11,11 @@ something else is wrong.
 
 import math
 import os
+from collections.abc import Callable
 
 from harness.cli import command_line, output_files, tables, workload
 from harness.cli.command_line import UserError
+from harness.cli.tables import Column, Table
 from harness.cli.workload import Workload, size_in_words
 from harness.records import run_records
 from harness.records.spread import spread, timed, unless_same, waited
@@ -132,45 +134,50 @@ def rates(record: dict) -> list[float]:
 
 def runs_table(names: list[str], records: list[dict]) -> str:
     """Return each run's times, throughput and memory, and the ratios to the first run."""
-    first, rows = records[0], []
-    for name, record in zip(names, records):
-        low, high = spread(timed(record))
-        ratios = []
-        for faster, slower, column in (
-            (first["median_seconds"], record["median_seconds"], timed),
-            (record["tokens_per_second"], first["tokens_per_second"], rates),
-        ):
-            ratio = f"{faster / slower:.2f}x"
-            if record is not first:
-                ratio = unless_same(ratio, spread(column(first)), spread(column(record)))
-            ratios.append(ratio)
-        rows.append([
-            name,
-            f"{record['median_seconds']:.4f}",
-            f"{low:.4f} to {high:.4f}",
-            f"{record['tokens_per_second']:,.0f}",
-            f"{record['peak_memory_bytes'] / 1e9:.1f}",
-            *ratios,
-            f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
-            f"{record['validation_loss_after']:.4f}",
-        ])  # fmt: skip
-    headers = ["Run", "Step (s)", "p20 to p80", "Tokens/sec", "Peak (GB)"]
-    return tables.table(headers + ["Speedup", "Throughput", "Memory", "Val. loss"], rows)
+    rows = [record | {"name": name} for name, record in zip(names, records)]
+    first, peak = rows[0], rows[0]["peak_memory_bytes"]
+
+    def ratio(run: dict, over: float, under: float, column: Callable) -> str:
+        both = (spread(column(each)) for each in (first, run))
+        words = f"{over / under:.2f}x"
+        return words if run is first else unless_same(words, *both)
+
+    def speedup(run: dict) -> str:
+        return ratio(run, first["median_seconds"], run["median_seconds"], timed)
+
+    def throughput(run: dict) -> str:
+        return ratio(run, run["tokens_per_second"], first["tokens_per_second"], rates)
+
+    columns = [
+        Column("Run", "name"),
+        Column("Step (s)", "median_seconds", ".4f"),
+        Column("p20 to p80", lambda run: "{:.4f} to {:.4f}".format(*spread(timed(run)))),
+        Column("Tokens/sec", "tokens_per_second", ",.0f"),
+        Column("Peak (GB)", lambda run: run["peak_memory_bytes"] / 1e9, ".1f"),
+        Column("Speedup", speedup),
+        Column("Throughput", throughput),
+        Column("Memory", lambda run: f"{run['peak_memory_bytes'] / peak:.2f}x"),
+        Column("Val. loss", "validation_loss_after", ".4f"),
+    ]
+    return Table.of(columns, rows).text()
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
     """Return the losses step by step. A long run shows STEPS_SHOWN steps, spread evenly."""
-    n_steps = len(first["losses"])
-    stride = math.ceil(n_steps / STEPS_SHOWN)
-    shown = sorted({*range(0, n_steps, stride), n_steps - 1})
-    headers, columns = ["Step", f"Loss {first_name}"], [[str(step + 1) for step in shown]]
-    columns.append([f"{first['losses'][step]:.5f}" for step in shown])
+    last = len(first["losses"]) - 1
+    stride = math.ceil((last + 1) / STEPS_SHOWN)
+
+    def losses(name: str, record: dict) -> Column:
+        return Column(f"Loss {name}", lambda step: record["losses"][step], ".5f")
+
+    columns = [Column("Step", lambda step: step + 1), losses(first_name, first)]
     for name, record in comparable:
-        headers += [f"Loss {name}", "Relative difference"]
         differences = run_records.relative_differences(first, record)
-        columns.append([f"{record['losses'][step]:.5f}" for step in shown])
-        columns.append([f"{differences[step]:.1e}" for step in shown])
-    return tables.table(headers, [*zip(*columns)])
+        columns += [
+            losses(name, record),
+            Column("Relative difference", differences.__getitem__, ".1e"),
+        ]
+    return Table.of(columns, sorted({*range(0, last, stride), last})).text()
 
 
 def plot(names: list[str], records: list[dict], path: str) -> None:

@@ -304,18 +304,17 @@ def test_a_part_that_is_not_there_is_refused():
         fill_pages.cut(LINES, ["nowhere"])
 
 
-def test_columns_are_left_out_and_the_heading_says_so():
-    shown = fill_pages.without_columns(LINES, ["Host"])
-    assert (
-        shown[1:4] == ["Name    Total  ...", "----  -------", "a         2.0"]
-        and shown[-1] == "end"
-    )
-    assert fill_pages.without_columns(LINES, ["Nothing"]) == LINES
-
-
-def test_the_sentence_below_a_table_keeps_its_end():
+def test_the_last_column_is_left_out_and_the_heading_says_so():
     lines = [*LINES[:5], "a sentence that is longer than the table"]
-    assert fill_pages.without_columns(lines, ["Total"])[-2:] == ["b        3.0", lines[-1]]
+    shown = fill_pages.without_last_column(lines, "Total")
+    assert shown[1:] == [
+        "Name    Host  ...",
+        "----  ------",
+        "a        1.0",
+        "b        3.0",
+        lines[-1],
+    ]
+    assert fill_pages.without_last_column(lines, "Host") == lines
 
 
 def test_every_picture_is_drawn_from_its_records():

@@ -12,7 +12,7 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a b -->                               of several records: the comparison of them
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
-    <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
+    <!-- output: a | Rung .. | without Total -->       the last column of its tables left out
     <!-- table: NAME WORD ... -->                      NAME(WORD, ...) or NAME_table(WORD, ...)
                                                        of page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
@@ -134,22 +134,17 @@ def cut(lines: list[str], parts: list[str]) -> list[str]:
     return shown + ([LEFT_OUT] if any(lines[end:]) else [])
 
 
-def without_columns(lines: list[str], names: list[str]) -> list[str]:
-    """Leave out the columns of these names; LEFT_OUT ends a heading that had them."""
-    columns, spans, result = [], [], []
+def without_last_column(lines: list[str], name: str) -> list[str]:
+    """Leave out the last column of tables where it has this name; LEFT_OUT ends its heading."""
+    start, result = None, []
     for line, below in zip(lines, [*lines[1:], ""]):
-        ending = ""
-        if re.fullmatch(r"-+(  +-+)+", below.strip()):  # this line is a heading
-            columns = [match.span() for match in re.finditer(r"-+(?:  |$)", below)]
-            spans = [(a, b) for a, b in columns if line[a:b].strip() not in names]
-            if len(spans) == len(columns):
-                spans = []
-            else:
-                ending = f"  {LEFT_OUT}"
-        elif not line or any(line[b - 2 : b].strip() for _, b in columns[:-1]):  # not a row
-            spans = []
-        if spans:
-            line = "".join(line[a:b].ljust(b - a) for a, b in spans).rstrip() + ending
+        if re.fullmatch(r"-+(  +-+)+", below) and line.endswith(f"  {name}"):  # a heading
+            start = below.rindex(" ") + 1
+            line = f"{line[:start].rstrip()}  {LEFT_OUT}"
+        elif start is not None and line[start - 2 : start].strip():  # a sentence ends the table
+            start = None
+        elif start is not None:
+            line = line[:start].rstrip()
         result.append(line)
     return result
 
@@ -162,8 +157,7 @@ def output_block(what: str) -> str:
     names, *parts = (part.strip() for part in what.split("|"))
     lines = [line.rstrip() for line in render(names.split()).splitlines()]
     if parts and parts[-1].startswith("without "):
-        columns = parts.pop().removeprefix("without ")
-        lines = without_columns(lines, [name.strip() for name in columns.split(";")])
+        lines = without_last_column(lines, parts.pop().removeprefix("without "))
     lines = cut(lines, parts) if parts else lines
     for i, line in enumerate(lines):
         if len(line) > COLUMNS and "  " not in line.strip():

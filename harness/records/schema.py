@@ -53,12 +53,6 @@ def has_numbers(*names: str) -> Check:
     return lambda value: is_object(value) and all(is_number(value.get(name)) for name in names)
 
 
-def is_category(value: object) -> bool:
-    """Return True for a category of a profile."""
-    numbers = has_numbers("us", "launches", "bytes", "flops")
-    return numbers(value) and is_number(value.get("fp8_flops", 0.0))
-
-
 def is_scaling_row(value: object) -> bool:
     """Return True for a way at a size, measured or too large."""
     numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
@@ -66,19 +60,9 @@ def is_scaling_row(value: object) -> bool:
     return named and ("failure" in value or has_numbers(*numbers)(value))
 
 
-def is_timeline(value: object) -> bool:
-    return value is None or has_numbers("step_ms", "idle_us", "host_us")(value)
-
-
-def is_pair_of_rates(value: object) -> bool:
-    named = has_numbers("copy_gbs", "matmul_tflops")(value)
-    return named and all(map(is_positive, value.values()))
-
-
-def is_operation(value: object) -> bool:
-    return has_numbers("us")(value) and is_text(value.get("name"))
-
-
+of_category = has_numbers("us", "launches", "bytes", "flops")
+of_ceilings = has_numbers("copy_gbs", "matmul_tflops")
+of_timeline = has_numbers("step_ms", "idle_us", "host_us")
 OBJECTS, TEXTS = is_list_of(is_object), is_list_of(is_text)
 # what several kinds have: where the record was made, of which model, of which steps
 MADE = {"environment": is_environment}
@@ -120,13 +104,15 @@ KINDS: dict[str, dict[str, Check]] = {
     | {
         **dict.fromkeys(("data", "device"), is_text),
         **dict.fromkeys(("parameters", "median_step_ms"), is_positive),
-        "operations": is_list_of(is_operation),
-        "categories": is_table_of(is_category),
+        "operations": is_list_of(lambda row: has_numbers("us")(row) and is_text(row.get("name"))),
+        "categories": is_table_of(
+            lambda part: of_category(part) and is_number(part.get("fp8_flops", 0.0))
+        ),
         "step_ms": lambda ms: is_list_of(is_positive)(ms) and len(ms) > 0,
         "busy_us": is_number,
-        "ceilings": is_pair_of_rates,
+        "ceilings": lambda rates: of_ceilings(rates) and all(map(is_positive, rates.values())),
         "sizes": has_numbers("weights", "stream", "heads", "inner", "logits", "layers", "width"),
-        "timeline": is_timeline,
+        "timeline": lambda times: times is None or of_timeline(times),
     },
     "published": {"sources": is_table_of(is_text), "rows": OBJECTS},
     "scaling": MODEL
