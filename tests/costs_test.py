@@ -305,7 +305,7 @@ def test_with_lora_fp8_takes_two_products_of_frozen_weights_but_for_the_first_in
 
 
 def test_what_fp8_quantizes_and_transposes_in_a_step():
-    """Numbers of LLaMA 3.1 8B, by hand: docs/fp8_layer.md has those per token."""
+    """Numbers of LLaMA 3.1 8B, by hand: docs/fp8_casts.md has those per token."""
     config = architecture.llama_3_1_8b_config()
     plain = Workload(batch_size=2, seq_len=512, kernels=("fused_layer",))
     tokens, weights = 2 * 32 * 1024, 2 * 32 * 218_103_808  # bytes of one number each
