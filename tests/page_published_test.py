@@ -7,10 +7,12 @@ import pytest
 from tests.page_run_tables_test import cells, run
 from tools import page_records
 from tools.page_published_tables import (
+    IN_BOTH,
     PLACED,
     published,
     published_ours,
-    speed_cells,
+    tflops,
+    utilization,
     weight_values,
 )
 from tools.page_records import load
@@ -24,18 +26,16 @@ STATION = {
 def test_the_formula_by_hand():
     """6 x 7,504,658,432 weights + 6 x 32 layers x 4,096 x 4,096 = 48.249 GFLOP a token."""
     assert 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096 == 48_249_176_064
-    found = speed_cells(STATION)
-    assert found["TFLOP/s"] == "1,398"  # 28,966 x 0.048249; without the head 1,306
-    assert found["MFU"] == "56 %"  # of 2,500
-    assert found["shape"] == "4 × 4,096 × 16"
-    assert speed_cells(STATION | {"precision": "FP8, LoRA"})["MFU"] == "28 %"
-    assert speed_cells(STATION | {"gpu": "H100 96GB HBM2e"})["MFU"] == "–"
+    assert tflops(STATION) == pytest.approx(1397.6, abs=0.05)  # 28,966 x 0.048249; no head: 1,306
+    assert utilization(STATION) == pytest.approx(0.559, abs=5e-4)  # of 2,500
+    assert utilization(STATION | {"precision": "FP8, LoRA"}) == utilization(STATION) / 2
+    assert utilization(STATION | {"gpu": "H100 96GB HBM2e"}) is None
+    assert [column.cell(STATION) for column in IN_BOTH][2] == "4 × 4,096 × 16"
 
 
-@pytest.mark.parametrize("source, tflops", [("Megatron-Bridge", [744, 1576, 1933])])
-def test_the_formula_gives_what_a_source_computes_itself(source, tflops):
-    rows = [row for row in load("published")["rows"] if row["source"] == source]
-    assert [speed_cells(row)["TFLOP/s"] for row in rows] == [f"{each:,}" for each in tflops]
+def test_the_formula_gives_what_a_source_computes_itself():
+    rows = [row for row in load("published")["rows"] if row["source"] == "Megatron-Bridge"]
+    assert [round(tflops(row)) for row in rows] == [744, 1576, 1933]
 
 
 def test_every_published_row_has_a_source_and_says_what_differs():
