@@ -3,7 +3,8 @@
 from collections import Counter
 
 from harness.benchmark import benchmark_specs as specs
-from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes, share_at
+from harness.benchmark.benchmark_picture import rate_at
+from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
 from harness.cli.tables import Column, Table, number
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.compile_targets import TARGETS
@@ -41,8 +42,10 @@ class Row(dict):
 
     def share(self, us: float | None) -> str:
         """The share of the ceiling that `us` microseconds reach."""
-        reached = share_at(self.record, self.section, self, us)
-        return "n/a" if reached is None else per_cent(reached)
+        rate = specs.SPECS[self.section["kernel"]].rate
+        if us is None or self[rate.key] is None:
+            return "n/a"
+        return per_cent(rate_at(rate, self, us) / self.record[rate.ceiling_key])
 
 
 def measured(name: str, tokens: str = "all") -> tuple[specs.Spec, list[Row]]:

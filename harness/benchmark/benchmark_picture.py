@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
-from harness.benchmark.benchmark_tables import rate_at, sections_of
+from harness.benchmark.benchmark_tables import sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 from harness.records.run_records import gpu_line
 
@@ -74,6 +74,11 @@ def clocks(row: dict) -> dict[str, float]:
     """Return microseconds by clock: kernels alone, if they were measured, and host included."""
     found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
     return {clock: us for clock, us in found.items() if us is not None}
+
+
+def rate_at(rate: Rate, row: dict, us: float) -> float:
+    """Return the GB/s or TFLOP/s of the row's work in `us`; the record has it for the total."""
+    return row[rate.key] * row["total_us"][1] / us
 
 
 def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:

@@ -1,7 +1,7 @@
 """What the benchmark prints: the playbook's tables, every implementation, all sizes of a kernel."""
 
 from harness.benchmark import benchmark_specs as specs
-from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
 from harness.cli.tables import NO_GPU_NOTE, Column, Table, number, title
 from harness.records.run_records import ceilings_card, gpu_line
 
@@ -10,23 +10,11 @@ def sections_of(record: dict, kernel: str) -> list[dict]:
     return [section for section in record["sections"] if section["kernel"] == kernel]
 
 
-def rate_at(rate: Rate, row: dict, us: float) -> float:
-    """Return the GB/s or TFLOP/s of the row's work in `us`; the record has it for the total."""
-    return row[rate.key] * row["total_us"][1] / us
-
-
-def share_at(record: dict, section: dict, row: dict | None, us: float | None) -> float | None:
-    """Return which part of the measured copy or matmul rate a row reaches in `us`."""
-    rate = SPECS[section["kernel"]].rate
-    if row is None or us is None or row[rate.key] is None:
-        return None
-    return rate_at(rate, row, us) / record[rate.ceiling_key]
-
-
 def share(record: dict, section: dict, row: dict | None) -> str:
-    """Return what a row reaches in its total time, in per cent."""
-    reached = share_at(record, section, row, row and row["total_us"][1])
-    return number(None if reached is None else 100 * reached, ".0f")
+    """Return the row's GB/s or TFLOP/s as a percentage of the measured copy or matmul rate."""
+    rate = SPECS[section["kernel"]].rate
+    reached = None if row is None else row[rate.key]
+    return number(None if reached is None else 100 * reached / record[rate.ceiling_key], ".0f")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:
