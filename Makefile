@@ -26,9 +26,9 @@ demo: $(SETUP)
 	@echo "3 of 8: the same step with two kernels (without a GPU half a minute, silent at first)."
 	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce --json demo/after.json
 	@echo "4 of 8: the two profiles side by side."
-	$(PY) profile_baseline.py --compare demo/before.json demo/after.json --plot demo/roofline.png
+	$(PY) -m next_steps.comparisons.compare_profiles demo/before.json demo/after.json --plot demo/roofline.png
 	@echo "5 of 8: what fills the memory of a step (seconds)."
-	$(PY) profile_baseline.py $(TINY) --memory --plot demo/memory.png
+	$(PY) -m next_steps.memory.profile $(TINY) --plot demo/memory.png
 	@echo "6 of 8: 20 steps of training as PyTorch runs them (seconds)."
 	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
 	@echo "7 of 8: the same 20 steps with two kernels (without a GPU two minutes)."

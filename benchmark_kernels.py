@@ -3,7 +3,6 @@
     python benchmark_kernels.py                          # all kernels, LLaMA 3.1 8B's sizes, bf16
     python benchmark_kernels.py --kernel rmsnorm --hidden 2048,4096,8192
     python benchmark_kernels.py --json run.json --plot run.png
-    python benchmark_kernels.py --sweep    # time other launch settings than two files carry
 
 Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torch.compile, and
 other libraries where they are installed.  All get the same inputs in the same dtype in the same
@@ -11,13 +10,13 @@ run.  All are timed in the same way.  Every result is compared with float64 befo
 
     harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
+    next_steps/comparisons/benchmark_runs.py         sizes, their flags, the record
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
     next_steps/comparisons/benchmark_contenders.py   the implementations: PyTorch's and ours
     next_steps/comparisons/benchmark_peers.py        those of other libraries
 """
 
 import argparse
-import itertools
 import math
 import os
 import subprocess
@@ -29,12 +28,16 @@ from pathlib import Path
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
-from harness.cli.command_line import RunError, UserError, positive_int
-from harness.cli.flags import Parser, row, switch
+from harness.cli.command_line import UserError
+from harness.cli.flags import Parser, row
 from harness.cli.output_files import check_outputs
-from harness.records.run_records import environment, write_record
-
-SWEPT = [name for name, spec in specs.SPECS.items() if spec.swept_tokens]
+from harness.records.run_records import write_record
+from next_steps.comparisons.benchmark_runs import (
+    measure_sizes,
+    refuse_interpreting,
+    refuse_unused,
+    size_flags,
+)
 
 
 def first_call(kernel: str, size: specs.Size, dtype_name: str) -> float:
@@ -120,165 +123,55 @@ def benchmark(
     return section, absent
 
 
-def number_list(text: str) -> list[int]:
-    """argparse type: positive numbers with commas between. Return them sorted, each one once."""
-    return sorted({positive_int(part) for part in text.split(",")})
-
-
-def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
-    """Return a default with a GPU and, in brackets, without."""
-    with_gpu, without = (",".join(map(str, each)) for each in (gpu, cpu))
-    return with_gpu if gpu == cpu else f"{with_gpu} ({without})"
-
-
-def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[specs.Size]:
-    """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
-    choices = [
-        (each.flag and getattr(args, each.flag)) or (each.gpu if on_gpu else each.cpu)
-        for each in specs.SPECS[kernel].dimensions
-    ]
-    return [size[0] if len(size) == 1 else size for size in itertools.product(*choices)]
-
-
-def refusal(kernel: str, args: argparse.Namespace) -> str | None:
-    """Return why these flags are refused for this kernel; None if they are not."""
-    spec = specs.SPECS[kernel]
-    flags = {each.flag for each in spec.dimensions}
-    flags |= {"tokens"} if spec.rows == "Tokens" else set()
-    sizes = "tokens", "hidden", "vocab"
-    unused = [flag for flag in sizes if getattr(args, flag) and flag not in flags]
-    if args.sweep and kernel not in SWEPT:
-        return f"--sweep knows the settings of {' and '.join(SWEPT)} alone, not of {kernel}"
-    if args.dtype == "fp16" and kernel == "adamw":
+def refusal(kernel: str, dtype: str) -> str | None:
+    """Return why a kernel is not measured in this dtype; None if it is."""
+    if dtype == "fp16" and kernel == "adamw":
         return "adamw is not measured in fp16: PyTorch's moments would be fp16 and ours fp32"
-    if args.dtype != "bf16" and kernel == "adamw8":
-        return f"adamw8 is measured in bf16, not in {args.dtype}: PyTorch has no 8-bit moments"
-    if unused and args.kernel == kernel:  # with all kernels, each takes what concerns it
-        return f"--{unused[0]} changes nothing for --kernel {kernel}: leave it out"
+    if dtype != "bf16" and kernel == "adamw8":
+        return f"adamw8 is measured in bf16, not in {dtype}: PyTorch has no 8-bit moments"
     return None
 
 
 def parse_arguments() -> argparse.Namespace:
-    defaults = {"tokens": [], "hidden": [], "vocab": []}
-    for name, spec in specs.SPECS.items():
-        if spec.rows == "Tokens":
-            defaults["tokens"].append(f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}")
-        for each in spec.dimensions:
-            if each.flag:
-                defaults[each.flag].append(f"{name} {in_words(each.gpu, each.cpu)}")
-    sizes = {
-        f"--{flag}": row(
-            f"{'rows of the input' if flag == 'tokens' else 'columns'} "
-            f"(default, in brackets without a GPU: {'; '.join(words)})",
-            type=number_list,
-            metavar="N,N,...",
-        )
-        for flag, words in defaults.items()
+    table = {
+        "--kernel": row("what to measure", choices=[*specs.SPECS, "all"], default="all"),
+        **size_flags(specs.SPECS),
+        "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
+        "--json": row("write the measurements as a JSON record", metavar="FILE"),
+        "--plot": row("write latency and bandwidth over tokens as a picture", metavar="FILE.png"),
     }
-    kernels = [*specs.SPECS, "all"]
-    parser = Parser(
-        __doc__,
-        {"--kernel": row("what to measure", choices=kernels, default="all")},
-        sizes,
-        {
-            "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
-            "--sweep": switch("time our kernels alone, with other settings than their files carry"),
-            "--json": row("write the measurements as a JSON record", metavar="FILE"),
-            "--plot": row(
-                "write latency and bandwidth over tokens as a picture", metavar="FILE.png"
-            ),
-        },
-    )
-    args = parser.parse_args()
-    if args.kernel != "all" and (reason := refusal(args.kernel, args)):
+    args = Parser(__doc__, table).parse_args()
+    if reason := refusal(args.kernel, args.dtype):
         raise UserError(reason)
-    if args.sweep and args.tokens and len(args.tokens) > 1:
-        raise UserError(f"--sweep takes one number of --tokens, not {len(args.tokens)}")
+    refuse_unused(args)
     check_outputs(args)
     return args
 
 
-def refuse_width(args: argparse.Namespace) -> None:
-    """Refuse a --hidden that is more than RMSNorm's kernel takes."""
-    from rmsnorm_kernel import MAX_HIDDEN_SIZE
-
-    if args.kernel in ("rmsnorm", "all") and args.hidden and max(args.hidden) > MAX_HIDDEN_SIZE:
-        allowed = f"the {MAX_HIDDEN_SIZE:,} columns that the kernel allows"
-        raise UserError(f"--hidden {max(args.hidden)} is more than {allowed}")
-
-
-def refuse_interpreting(tokens: int, size: specs.Size) -> None:
-    """Refuse an input that Triton's interpreter would need minutes or hours for.
-
-    Raises:
-        UserError: there is no GPU, and the input has more than CPU_NUMBERS numbers.
-    """
-    n = tokens * math.prod(specs.numbers(size))
-    if n > specs.CPU_NUMBERS:
-        shape = " x ".join(f"{each:,}" for each in (tokens, *specs.numbers(size)))
-        minutes = math.ceil(n / specs.CPU_NUMBERS)
-        raise UserError(
-            f"no CUDA GPU was found, and Triton's interpreter would take some {minutes:,} minutes "
-            f"for {shape} numbers, whose times mean nothing: lower --tokens, or --hidden and "
-            "--vocab; without these flags it takes seconds"
-        )
-
-
 def measure_all(args: argparse.Namespace) -> dict:
     """Measure what the flags ask for; return the record."""
-    import torch
-
     from harness.cli.device import HAS_GPU
-    from harness.steps import timing
-    from next_steps.comparisons import sweep_kernels
 
-    record = {
-        "kind": "sweep" if args.sweep else "benchmark",
-        "environment": environment(),
-        "dtype": args.dtype,
-        "copy_gbs": timing.copy_bandwidth(),
-        "matmul_tflops": timing.matmul_rate(),
-        "sections": [],
-        "absent": [],
-    }
-    every = SWEPT if args.sweep else specs.SPECS
-    kernels = [args.kernel] if args.kernel != "all" else every
-    refused = {name: reason for name in kernels if (reason := refusal(name, args))}
-    record["absent"] += refused.values()
-    try:
-        for kernel in (name for name in kernels if name not in refused):
-            spec = specs.SPECS[kernel]
-            for size in sizes_of(kernel, args, HAS_GPU):
-                if args.sweep:
-                    default = spec.swept_tokens if HAS_GPU else spec.cpu_tokens[-1]
-                    (tokens,) = args.tokens or [default]
-                    if not HAS_GPU:
-                        refuse_interpreting(tokens, size)
-                    record["sections"] += sweep_kernels.sweep(kernel, tokens, size, args.dtype)
-                    continue
-                tokens = args.tokens if spec.rows == "Tokens" else None
-                tokens = tokens or spec.tokens(HAS_GPU)
-                if not HAS_GPU:
-                    refuse_interpreting(max(tokens), size)
-                section, absent = benchmark(kernel, tokens, size, args.dtype)
-                record["sections"].append(section)
-                record["absent"] += [each for each in absent if each not in record["absent"]]
-    except torch.OutOfMemoryError as error:
-        advice = "lower --tokens, or --hidden and --vocab"
-        raise RunError(f"the GPU ran out of memory; {advice}") from error
-    return record
+    def measure(kernel: str, size: specs.Size, record: dict) -> None:
+        spec = specs.SPECS[kernel]
+        tokens = args.tokens if spec.rows == "Tokens" else None
+        tokens = tokens or spec.tokens(HAS_GPU)
+        refuse_interpreting(max(tokens), size)
+        section, absent = benchmark(kernel, tokens, size, args.dtype)
+        record["sections"].append(section)
+        record["absent"] += [each for each in absent if each not in record["absent"]]
+
+    kernels = [args.kernel] if args.kernel != "all" else specs.SPECS
+    refused = {name: reason for name in kernels if (reason := refusal(name, args.dtype))}
+    measured = [name for name in kernels if name not in refused]
+    record = measure_sizes("benchmark", measured, args, measure)
+    return record | {"absent": [*refused.values(), *record["absent"]]}
 
 
 def main() -> None:
     args = parse_arguments()
-    refuse_width(args)
     record = measure_all(args)
-    if args.sweep:
-        from next_steps.comparisons.sweep_tables import render_sweep
-
-        print(render_sweep(record))
-    else:
-        print(render(record))
+    print(render(record))
     write_record(args.json, record)
     if args.plot:
         from harness.benchmark.benchmark_picture import plot

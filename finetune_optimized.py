@@ -8,7 +8,6 @@ compare_runs.py lays two runs side by side.
 """
 
 from harness.cli import command_line
-from harness.cli.output_files import check_outputs
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 
@@ -16,12 +15,8 @@ NAME = "Optimized"
 
 
 def main() -> None:
-    args = finetune_options.parse_args(__doc__, NAME)
-    check_outputs(args)
-    from harness.cli.device import HAS_GPU  # after the flags: to import PyTorch takes seconds
-
-    workload = Workload.from_flags(args, HAS_GPU)
-    if finetune_options.takes_over(args, workload, NAME):  # flags that lead beyond this page
+    args, workload = Workload.read(__doc__, finetune_options.FLAGS[NAME])
+    if finetune_options.trains_otherwise(args, workload, NAME):  # flags that lead beyond this page
         return
 
     import torch

@@ -5,10 +5,7 @@
     python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
     python profile_baseline.py --random-init                  # without access to the weights
     python profile_baseline.py --random-init --first-layers 1 # a trace that is quickly read
-    python profile_baseline.py --memory --plot memory.png     # what fills the memory, when
-    python profile_baseline.py --estimate                     # the same before a run, anywhere
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain
-    python profile_baseline.py --compare a.json b.json        # what a kernel changed, and was to
     python profile_baseline.py --cuda-graph                   # the step as a single launch
 
 The profiler records two streams of events: operations that the CPU calls (aten::mm), and kernels
@@ -27,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from harness.cli import command_line
-from harness.cli.flags import OF_KERNELS, OF_PROFILER, OF_TRAINING, Parser
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, Parser, of_kernels
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, workload_line
@@ -35,6 +32,7 @@ from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
 from harness.records.run_records import environment, environment_line, write_record
 
+FLAGS = OF_TRAINING | of_kernels(KERNELS, default="none") | OF_PROFILER
 TIMED_STEPS = 3
 PROFILED_STEPS = 4  # two recordings, each of two steps
 
@@ -53,7 +51,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, parallel, power, stepping, timing
+    from harness.steps import communication, measured, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
     from next_steps.patches import apply_kernels, fp8_model, patched_model
 
@@ -88,14 +86,11 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         if graph:
             profile, profiled_ms = profile_operations()
             trace = profiler.read_trace(profile)
-        if HAS_GPU:
-            torch.cuda.reset_peak_memory_stats()
+        timing.reset_peak_memory()
         if graph:
             take_step = stepping.captured_step(called, optimizer, timed[0], stream)
         with power.PowerMeter() as meter:
-            clocked = [stepping.timed_step(called, optimizer, step, take_step) for step in timed]
-        step_ms = [1e3 * seconds for _, seconds in clocked]
-        peak_memory = int(max(parallel.gather(timing.peak_memory_bytes()))[0])
+            step_ms, peak_memory = measured.time_steps(called, optimizer, timed, take_step)
         if HAS_GPU:
             replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
         if graph:
@@ -156,10 +151,7 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, OF_TRAINING)
-    parser.add_kernels(KERNELS, default="none")
-    parser.add_flags(OF_KERNELS, OF_PROFILER)
-    args = parser.parse_args(arguments)
+    args = Parser(__doc__, FLAGS).parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args
@@ -186,31 +178,16 @@ def default_trace(workload: Workload) -> str:
 
 def main() -> None:
     args = parse_args()
-    if args.compare:
-        from harness.profiling.profile_comparison import compare
-
-        check_outputs(args)
-        return compare(*args.compare, args.plot)
-
     from harness.cli.device import HAS_GPU
 
-    # an estimate is of a run with a GPU
-    workload = Workload.from_flags(args, on_gpu=HAS_GPU or args.estimate)
-    if args.trace is None and not (args.estimate or args.memory):
+    workload = Workload.from_flags(args, HAS_GPU)
+    if args.trace is None:
         args.trace = default_trace(workload)
     check_outputs(args)
-    if args.estimate:
-        from next_steps.memory import memory_estimate
-
-        return memory_estimate.report(workload, args.json)
     if workload.fp8:
         from next_steps.patches.fp8_model import require_fp8
 
         require_fp8()
-    if args.memory:
-        from next_steps.memory import memory_profile
-
-        return memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
     from harness.steps import parallel
 
     parallel.start(workload)

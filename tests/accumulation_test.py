@@ -20,12 +20,12 @@ from harness.model import architecture, loading
 from harness.profiling import costs
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.steps import stepping
-from next_steps.finetuning import distill
+from next_steps.finetuning import distillation, opponents
 from next_steps.lessons.adamw_optimizer import TritonAdamW
-from next_steps.memory import memory_estimate
+from next_steps.memory import memory_estimate, profile
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
-from next_steps.studies import longest
+from next_steps.studies import frontier
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
     TINY,
@@ -180,7 +180,7 @@ def test_one_micro_batch_is_called_as_ever(monkeypatch):
 def test_a_distilled_student_s_gradients_are_those_of_one_large_batch(fused):
     teacher = make_model().eval().requires_grad_(False)
     student = uneven_norms(loading.load_model(tiny_workload("--seq-len", "8", "--seed", "1")))
-    distill.learn_from(student, teacher, 2.0, fused)
+    distillation.learn_from(student, teacher, 2.0, fused)
     found = loss_and_gradients(student, micro_batches())
     expected = loss_and_gradients(student, one_large(micro_batches()))
     # 0.003, a mean of differences of log-probabilities near -6, whose last bit in fp32 is 5e-7
@@ -285,7 +285,7 @@ SCRIPTS = {
     "baseline": (finetune_baseline, []),
     "two kernels": (finetune_optimized, []),
     "all kernels": (finetune_optimized, ["--kernels", "all"]),
-    "opponent": (finetune_optimized, ["--opponent", "rms-norm"]),
+    "opponent": (opponents, ["--opponent", "rms-norm"]),
 }
 
 
@@ -318,9 +318,9 @@ def test_a_profile_counts_every_micro_batch(recorded, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", ["none", "all"])
 def test_the_measured_memory_has_all_gradients_in_the_last_forward(recorded, tmp_path, kernels):
-    flags = [*EIGHT, "--memory", "--warmup", "1", "--kernels", kernels]
+    flags = [*EIGHT, "--warmup", "1", "--kernels", kernels]
     flags += ["--accumulate", "2", "--plot", str(tmp_path / "memory.png")]
-    record = recorded(profile_baseline, *flags)
+    record = recorded(profile, *flags)
     assert record["phases"]["forward"]["parts"][GRADIENTS] >= 4 * record["parameters"]
     phases = [stage["phase"] for stage in record["timeline"]["stages"]]
     order = [phase for phase, before in zip(phases, [None, *phases]) if phase != before]
@@ -331,9 +331,9 @@ def test_the_longest_sequence_is_that_of_a_step_of_micro_batches(recorded, monke
     real, steps = stepping.timed_step, []
     timed_step = lambda *step: steps.append(len(step[2])) or real(*step)  # noqa: E731
     monkeypatch.setattr(stepping, "timed_step", timed_step)
-    monkeypatch.setattr(longest, "LENGTH_STEP", 6)
+    monkeypatch.setitem(frontier.LENGTH_STEP, HAS_GPU, 6)
     flags = ["--longest", "--kernels", "none", "--seq-len", "6", "--accumulate", "2"]
-    record = recorded(finetune_optimized, *TINY[:4], *flags)
+    record = recorded(frontier, *TINY[:4], *flags)
     assert steps == [2] * 4 and record["accumulate"] == 2
     assert "batch 1, 2 micro-batches a step: 12 tokens" in record["printed"]
 

@@ -43,7 +43,7 @@ from harness.model import architecture
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
-from next_steps.finetuning import opponents
+from next_steps.finetuning import opponent_models
 from next_steps.lessons import adamw_kernel, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.patches import apply_kernels as patches
@@ -1335,7 +1335,7 @@ def compile_layers(model):
 
 
 def compile_unpacked(model):
-    return opponents.compiled(model, "default")
+    return opponent_models.compiled(model, "default")
 
 
 @pytest.mark.exhaustive  # to compile takes half a minute

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from harness.model import architecture, loading
-from next_steps.studies import frontier, scaling_steps
+from next_steps.studies import frontier, scaling
 from tests.small_workloads import tiny_workload
 
 README = Path(__file__).parents[1] / "README.md"
@@ -59,7 +59,7 @@ def test_rope_scaling_reaches_the_frequencies():
 
 def test_tiny_has_a_position_for_each_token_of_the_longest_step_that_a_study_takes():
     """`--model tiny` rehearses a study on a GPU before the 8B model is there."""
-    lengths = [size.seq_len for size in scaling_steps.SIZES[scaling_steps.GPU]]
+    lengths = [size.seq_len for size in scaling.SIZES[scaling.GPU]]
     lengths += [seq_len for _, seq_len, _ in frontier.SIZES[frontier.GPU]]
     lengths += map(int, re.findall(r"--seq-len (\d+)", README.read_text()))
     assert architecture.tiny_config().max_position_embeddings >= max(lengths)

@@ -20,7 +20,9 @@ import profile_baseline
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import architecture, config_file, loading
-from next_steps.memory import memory_estimate
+from next_steps.finetuning import distill
+from next_steps.memory import estimate, memory_estimate, profile
+from next_steps.studies import frontier, ladder
 from tests.cli_test import change_config, hub_error, hub_errors, raising
 from tests.conftest import assert_refused
 
@@ -29,12 +31,12 @@ STEPS = ["--seq-len", "8", "--steps", "1"]
 SCRIPTS = {  # name: (script, flags after --model DIR)
     "finetune_baseline": (finetune_baseline, STEPS),
     "finetune_optimized": (finetune_optimized, STEPS),
-    "finetune_optimized --longest": (finetune_optimized, ["--seq-len", "8", "--longest"]),
-    "finetune_optimized --ladder": (finetune_optimized, [*STEPS, "--ladder"]),
-    "finetune_optimized --teacher": (finetune_optimized, [*STEPS, "--teacher", "tiny"]),
+    "longest": (frontier, ["--seq-len", "8", "--longest", "--kernels", "rmsnorm,cross_entropy"]),
+    "ladder": (ladder, STEPS),
+    "distill": (distill, [*STEPS, "--teacher", "tiny"]),
     "profile_baseline": (profile_baseline, ["--seq-len", "8"]),
-    "profile_baseline --memory": (profile_baseline, ["--seq-len", "8", "--memory"]),
-    "profile_baseline --estimate": (profile_baseline, ["--seq-len", "8", "--estimate"]),
+    "memory.profile": (profile, ["--seq-len", "8"]),
+    "estimate": (estimate, ["--seq-len", "8"]),
 }
 FEW = [  # of config.json: a field, its value, what is said of it
     ("hidden_act", "never_heard_of", "never_heard_of"),
@@ -64,7 +66,7 @@ LOADS = "finetune_baseline"  # all scripts load a model by the same function
 
 @pytest.fixture
 def run(run_script, checkpoint):
-    """run("profile_baseline --estimate") -> Outcome, of that script on the checkpoint."""
+    """run("estimate") -> Outcome, of that script on the checkpoint."""
 
     def run(name: str, *flags: str):
         script, its_flags = SCRIPTS[name]
@@ -99,7 +101,7 @@ OF_KERNELS = {  # kernel: what it cannot take, and words of the sentence
     "script, kernel",
     [
         *(("finetune_optimized", kernel) for kernel in OF_KERNELS),
-        ("finetune_optimized --ladder", "swiglu"),
+        ("ladder", "swiglu"),
         ("profile_baseline", "swiglu"),
     ],
 )
@@ -112,7 +114,7 @@ def test_what_a_kernel_cannot_take_is_said_before_the_weights_are_loaded(
     )
     change_config(checkpoint, intermediate_size=8, **values)
     # the ladder runs them all
-    flags = [] if script.endswith("--ladder") else ["--kernels", kernel]
+    flags = [] if script == "ladder" else ["--kernels", kernel]
     assert_refused(run(script, *flags), f"the config.json of {checkpoint}", *words)
 
 

@@ -46,8 +46,10 @@ from harness.steps import timing
 from next_steps.comparisons import benchmark_contenders as contenders
 from next_steps.comparisons import benchmark_peers as peers
 from next_steps.comparisons import benchmark_problems as problems
+from next_steps.comparisons import sweep
 from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
 from next_steps.comparisons.benchmark_problems import PROBLEMS
+from next_steps.comparisons.benchmark_runs import number_list, sizes_of
 from next_steps.lessons.fp8_casts import swiglu_fp8_backward_reference, swiglu_fp8_reference
 from next_steps.lessons.fp8_kernel import quantize_rows_reference
 from next_steps.lessons.rope_kernel import rope_backward, rope_forward
@@ -322,7 +324,7 @@ def test_plot_shows_both_clocks_in_the_same_unit():
     "text, numbers", [("4096", [4096]), ("8192,2048", [2048, 8192]), ("64,64", [64])]
 )
 def test_list_of_sizes_is_sorted_and_without_repetition(text, numbers):
-    assert bench.number_list(text) == numbers
+    assert number_list(text) == numbers
 
 
 @pytest.fixture
@@ -365,10 +367,10 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
 def test_kernel_may_have_several_sizes_unless_told(monkeypatch):
     dimension = benchmark_specs.Dimension("v", (30, 60), (5,), "vocab")
     monkeypatch.setitem(SPECS, "two", SimpleNamespace(dimensions=(dimension,)))
-    assert bench.sizes_of("two", SimpleNamespace(vocab=None), on_gpu=True) == [30, 60]
-    assert bench.sizes_of("two", SimpleNamespace(vocab=None), on_gpu=False) == [5]
-    assert bench.sizes_of("two", SimpleNamespace(vocab=[7]), on_gpu=True) == [7]
-    assert bench.sizes_of("cross_entropy", SimpleNamespace(vocab=None), on_gpu=True) == [128_256]
+    assert sizes_of("two", SimpleNamespace(vocab=None), on_gpu=True) == [30, 60]
+    assert sizes_of("two", SimpleNamespace(vocab=None), on_gpu=False) == [5]
+    assert sizes_of("two", SimpleNamespace(vocab=[7]), on_gpu=True) == [7]
+    assert sizes_of("cross_entropy", SimpleNamespace(vocab=None), on_gpu=True) == [128_256]
 
 
 @pytest.mark.usefixtures("rates")
@@ -497,8 +499,6 @@ def test_formula_of_each_rate_is_printed(finished):
         (["--hidden", "64,"], "--hidden"),
         (["--vocab", "100,none"], "--vocab"),
         (["--vocab", "0"], "--vocab"),
-        (["--sweep", "--tokens", "2,4"], "one number of --tokens"),
-        (["--sweep", "--kernel", "swiglu"], "the settings of rmsnorm and cross_entropy alone"),
         (["--kernel", "adamw", "--tokens", "4"], "--tokens changes nothing for --kernel adamw"),
         (["--kernel", "rope", "--hidden", "64"], "--hidden changes nothing for --kernel rope"),
         (["--kernel", "swiglu", "--vocab", "64"], "--vocab changes nothing for --kernel swiglu"),
@@ -508,6 +508,11 @@ def test_formula_of_each_rate_is_printed(finished):
 )
 def test_bad_flag_is_one_sentence_and_exit_code_2(flags, said, run_script):
     assert_refused(run_script(bench, *flags), said)
+
+
+@pytest.mark.parametrize("flags", [["--tokens", "2,4"], ["--kernel", "swiglu"]])
+def test_a_sweep_takes_one_number_of_tokens_and_kernels_with_settings(flags, run_script):
+    assert_refused(run_script(sweep, *flags), flags[1])
 
 
 @pytest.mark.parametrize("error", [0.1, math.nan, math.inf])

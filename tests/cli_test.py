@@ -1,6 +1,5 @@
 """Bad input gets one clear sentence and an exit code; good input the playbook's result block."""
 
-import json
 import math
 import os
 import re
@@ -24,11 +23,14 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import DEFAULT_MODEL, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, OF_TRAINING
+from harness.cli.flags import DEFAULT_MODEL
 from harness.data import dataset
 from harness.model import architecture, config_file
 from harness.records import run_records
 from harness.training import training_run
+from next_steps.finetuning import distill, opponents
+from next_steps.memory import profile
+from next_steps.studies import frontier
 from tests.conftest import Outcome, assert_refused
 from tests.files_test import contents
 from tests.small_workloads import change_json, tiny_workload
@@ -62,65 +64,43 @@ def change_config(checkpoint: Path, **values) -> None:
 
 # ---------------------------------------------------------------- flags
 
-WRONG_VALUES = {  # flag: (what the sentence expects, values)
-    "--steps": ("at least 1", ["0", "1.5", str(2**70)]),
-    "--seed": ("at least 0", ["-1"]),
-    "--lr": ("above 0", ["0", "nan", "1e38"]),
+REFUSED = {  # flags of finetune_optimized.py: words of the sentence
+    **{
+        f"--steps={value}": ["--steps", "at least 1", repr(str(value))]
+        for value in ("0", "1.5", 2**70)
+    },
+    "--seed=-1": ["--seed", "at least 0", "'-1'"],
+    **{f"--lr={text}": ["--lr", "above 0", f"'{text}'"] for text in ("0", "nan", "1e38")},
+    "--kernels rmsnorm,flash": ["unknown kernel 'flash'", "choose from rmsnorm, cross_entropy, "],
+    "--kernels=": ["unknown kernel ''", "choose from rmsnorm, cross_entropy, swiglu, rope"],
+    "--frobnicate": ["--help lists the flags", "--frobnicate"],
+    "--seq-len 1": ["--seq-len 1", "at least 2"],
+    "--seq-len 8193": ["--seq-len 8193", "8192 positions of tiny"],
+    "--model /": ["the directory / holds no config.json"],
+    "--data wikipedia": ["--data wikipedia", "stdlib, synthetic, a .txt file or"],
 }
 
 
-@pytest.mark.parametrize("flag", WRONG_VALUES)
-def test_impossible_values_are_refused(cli, flag):
-    expected, values = WRONG_VALUES[flag]
-    for value in values:
-        assert_refused(cli("--model", "tiny", f"{flag}={value}"), flag, expected, repr(value))
-
-
-@pytest.mark.parametrize("names", ["rmsnorm,flash", ""])
-def test_unknown_kernel_is_refused_with_the_known_ones(cli, names):
-    outcome = cli(*TINY, "--kernels", names, script=finetune_optimized)
-    assert_refused(outcome, "unknown kernel", "choose from rmsnorm, cross_entropy, swiglu, rope")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--frobnicate"], ["--help lists the flags", "--frobnicate"]),
-        (["--seq-len", "1"], ["--seq-len 1", "at least 2"]),
-        (["--seq-len", "8193"], ["--seq-len 8193", "8192 positions of tiny"]),
-        (["--model", "/"], ["the directory / holds no config.json"]),
-        (["--data", "wikipedia"], ["--data wikipedia", "stdlib, synthetic, a .txt file or"]),
-    ],
-    ids=str,
-)
-def test_what_no_run_can_follow_is_refused_in_one_line(cli, flags, words):
-    assert_refused(cli(*TINY, *flags), *words)
-
-
-def test_help_lists_the_flags(cli):
-    outcome = cli("--help", script=finetune_optimized)
-    assert outcome.code == 0 and not outcome.err
-    for table in (OF_TRAINING, OF_FINETUNING, OF_KERNELS, OF_OPTIMIZED, ["--kernels"]):
-        assert all(flag in outcome.out for flag in table)
-    assert "(default: rmsnorm,cross_entropy)" in " ".join(outcome.out.split())
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_no_run_can_follow_is_refused_in_one_line(cli, flags):
+    assert_refused(cli(*TINY, *flags.split(), script=finetune_optimized), *REFUSED[flags])
 
 
 # ---------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize("flags", [[], ["--random-init"]])
-def test_the_8b_model_without_a_gpu_is_refused_before_any_download(cli, monkeypatch, flags):
+@pytest.mark.parametrize("local", [False, True])
+def test_a_large_model_without_a_gpu_is_refused_before_any_download(
+    cli, monkeypatch, tmp_path, local
+):
     monkeypatch.setattr(config_file, "HAS_GPU", False)
-    monkeypatch.setattr(
-        config_file, "hf_hub_download", lambda *args: pytest.fail("a download was started")
-    )
-    assert_refused(cli(*flags), DEFAULT_MODEL, "CUDA GPU", "--model tiny")
-
-
-def test_a_large_local_model_without_a_gpu_is_refused(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(config_file, "HAS_GPU", False)
-    architecture.llama_3_1_8b_config().save_pretrained(tmp_path)
-    assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
+    monkeypatch.setattr(config_file, "hf_hub_download", lambda *args: pytest.fail("a download"))
+    if local:
+        architecture.llama_3_1_8b_config().save_pretrained(tmp_path)
+        assert_refused(cli("--model", str(tmp_path)), "CUDA GPU", str(tmp_path))
+    else:
+        for flags in ([], ["--random-init"]):
+            assert_refused(cli(*flags), DEFAULT_MODEL, "CUDA GPU", "--model tiny")
 
 
 def hub_error(name: str, status: int) -> Exception:
@@ -260,10 +240,10 @@ def test_a_tokenizer_of_another_model_is_refused(own_cache, cli, checkpoint):
 WAYS_TO_LOAD = {
     "page": (finetune_baseline, ["--data"]),
     "kernels": (finetune_baseline, ["--lora-rank", "2", "--data"]),
-    "opponent": (finetune_optimized, ["--opponent", "fused-adamw", "--data"]),
-    "student": (finetune_optimized, ["--teacher", "tiny", "--data"]),
+    "opponent": (opponents, ["--opponent", "fused-adamw", "--data"]),
+    "student": (distill, ["--teacher", "tiny", "--data"]),
     "profile": (profile_baseline, ["--data"]),
-    "memory": (profile_baseline, ["--memory", "--data"]),
+    "memory": (profile, ["--data"]),
 }
 
 
@@ -271,7 +251,7 @@ WAYS_TO_LOAD = {
 def test_unusable_data_are_refused_before_the_model_is_loaded(cli, monkeypatch, checkpoint, way):
     script, flags = WAYS_TO_LOAD[way]
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError))
-    tiny = TINY[:4] if script is profile_baseline else TINY
+    tiny = TINY[:4] if script in (profile_baseline, profile) else TINY
     given = [*tiny, "--model", str(checkpoint), *flags]
     outcome = cli(*given, "nowhere.jsonl", script=script)
     assert_refused(outcome, "cannot read nowhere.jsonl", "No such file")
@@ -281,59 +261,55 @@ def test_unusable_data_are_refused_before_the_model_is_loaded(cli, monkeypatch, 
     assert_refused(outcome, f"{file}, line 2", 'strings "prompt" and "completion"')
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.txt", None, ["cannot read", "directory"]),
-        ("a.txt", b" \n\n", ["a.txt is empty"]),
-        ("a.txt", b"abc\xff", ["a.txt is not UTF-8 text", "byte 3"]),
-        ("a.txt", b"too short", ["too short for one sequence of --seq-len 16"]),
-        ("a.jsonl", b"", ["a.jsonl is empty"]),
-        ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example; at least 2 are needed"]),
-        (
-            "a.jsonl",
-            f"\n{FULL_LINE}".encode(),
-            ["a.jsonl, line 2: no completion token is left", "1 skipped: ", "--seq-len 16"],
-        ),
-        (
-            "a.jsonl",
-            f"{FULL_LINE}\n{GOOD_LINE}".encode(),
-            ["holds 1 example, 1 skipped: ", "within --seq-len 16", "at least 2"],
-        ),
-    ],
+MALFORMED = (
+    "prompt and completion",
+    '{"prompt": "a"}',
+    '{"prompt": "a", "completion": 7}',
+    '["prompt", "completion"]',
+    '{"prompt": "a", "completion": "\\ud800"}',
+    "[" * 100_000,  # without end
 )
+DATA = [  # a file's name, its content, words of the sentence
+    ("a.txt", None, ["cannot read", "directory"]),
+    ("a.txt", b" \n\n", ["a.txt is empty"]),
+    ("a.txt", b"abc\xff", ["a.txt is not UTF-8 text", "byte 3"]),
+    ("a.txt", b"too short", ["too short for one sequence of --seq-len 16"]),
+    ("a.jsonl", b"", ["a.jsonl is empty"]),
+    ("a.jsonl", GOOD_LINE.encode(), ["a.jsonl holds 1 example; at least 2 are needed"]),
+    (
+        "a.jsonl",
+        f"\n{FULL_LINE}".encode(),
+        ["a.jsonl, line 2: no completion token is left", "1 skipped: ", "--seq-len 16"],
+    ),
+    (
+        "a.jsonl",
+        f"{FULL_LINE}\n{GOOD_LINE}".encode(),
+        ["holds 1 example, 1 skipped: ", "within --seq-len 16", "at least 2"],
+    ),
+    *(
+        (
+            "a.jsonl",
+            "\n".join([GOOD_LINE, "", GOOD_LINE, line, GOOD_LINE]).encode(),
+            ["a.jsonl, line 4: ", 'strings "prompt" and "completion"'],
+        )
+        for line in MALFORMED
+    ),
+]
+
+
+@pytest.mark.parametrize("name, content, words", DATA, ids=range(len(DATA)))
 def test_unusable_data_files_are_refused(cli, tmp_path, name, content, words):
     path = tmp_path / name
     path.mkdir() if content is None else path.write_bytes(content)
     assert_refused(cli(*TINY, "--data", str(path)), *words)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "prompt and completion",
-        '{"prompt": "a"}',
-        '{"prompt": "a", "completion": 7}',
-        '["prompt", "completion"]',
-        '{"prompt": "a", "completion": "\\ud800"}',
-        pytest.param("[" * 100_000, id="brackets without end"),
-    ],
-)
-def test_a_malformed_jsonl_line_is_refused_with_its_number(cli, tmp_path, line):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join([GOOD_LINE, "", GOOD_LINE, line, GOOD_LINE]))
-    outcome = cli(*TINY, "--data", str(path))
-    assert_refused(outcome, f"{path}, line 4: ", 'strings "prompt" and "completion"')
-
-
 def test_a_prompt_that_fills_the_sequence_is_skipped_and_counted(cli, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join([GOOD_LINE, FULL_LINE, GOOD_LINE, FULL_LINE, GOOD_LINE]))
     outcome = cli(*TINY, "--data", str(path))
-    assert outcome.code == 0
-    (line,) = [line for line in outcome.out.splitlines() if line.startswith("Data: ")]
-    assert "2 examples to train on, 1 held out" in line
-    assert ", 2 skipped: no completion token within --seq-len 16," in line
+    said = "2 examples to train on, 1 held out, 2 skipped: no completion token within --seq-len 16,"
+    assert outcome.code == 0 and said in outcome.out
 
 
 # ---------------------------------------------------------------- failures while running
@@ -399,21 +375,11 @@ def test_ctrl_c_leaves_no_traceback(cli, monkeypatch):
     assert (outcome.code, outcome.err) == (130, "interrupted\n")
 
 
-@pytest.mark.exhaustive
-def test_a_sequence_is_short_on_a_cpu_unless_told(cli, tmp_path):
-    """512 tokens take Triton's interpreter a minute a step."""
-    path = tmp_path / "run.json"
-    assert cli("--model", "tiny", "--steps", "1", "--json", str(path)).code == 0
-    assert json.loads(path.read_text())["seq_len"] == (512 if HAS_GPU else 64)
-    printed = " ".join(cli("--help").out.split())
-    assert "tokens per sequence (default: 512; 64 without a GPU)" in printed
-
-
 @pytest.mark.skipif(HAS_GPU, reason="a GPU's memory ends the search")
 def test_the_longest_sequence_has_an_end_on_a_cpu(cli, tmp_path):
     path = str(tmp_path / "longest.json")
-    flags = "--model", "tiny", "--seq-len", "2", "--kernels", "none", "--longest", "--json", path
-    outcome = cli(*flags, script=finetune_optimized)
+    flags = "--model", "tiny", "--seq-len", "2", "--longest", "--json", path
+    outcome = cli(*flags, script=frontier)
     assert outcome.code == 0, outcome.err
     assert run_records.read_record(path, "longest")["lengths"] == [16, 32, 64]
     said = "(in steps of 16; stopped by the 3 lengths that are tried without a GPU)"
@@ -560,13 +526,13 @@ def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
         "time.sleep(999)\n"
     )
     code = f"""
-import pathlib, finetune_optimized
+import pathlib
 from harness.cli import command_line
 from next_steps.studies import ladder
 ladder.HERE = pathlib.Path({str(tmp_path)!r})
-command_line.run_main(finetune_optimized.main)
+command_line.run_main(ladder.main)
 """
-    command = [sys.executable, "-c", code, *TINY, "--ladder"]
+    command = [sys.executable, "-c", code, *TINY]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()
     ) as run:

@@ -19,11 +19,12 @@ from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
 from harness.model import loading as loading_module
-from harness.profiling import diagnose, profile_comparison, profile_tables, profiler, roofline
+from harness.profiling import diagnose, profile_tables, profiler, roofline
 from harness.profiling.diagnose import RUNG_OF_CATEGORY
 from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, RUNGS
 from harness.records.run_records import read_record
 from harness.steps import stepping
+from next_steps.comparisons import compare_profiles
 from tests.conftest import assert_refused
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
@@ -282,7 +283,7 @@ def test_the_8b_baseline_at_1_x_512_names_the_optimizer_first():
 def test_the_prediction_was_right_where_it_could_be_checked():
     """RMSNorm and cross-entropy at 4 x 2048, against the recorded re-profile."""
     before, after = recorded("4x2048"), recorded("4x2048", "_both")
-    predicted = profile_comparison.predicted_gains(before, after)
+    predicted = compare_profiles.predicted_gains(before, after)
     assert set(predicted) == {"normalization", "loss"}
     for name, gain_us in predicted.items():
         measured_us = before["categories"][name]["us"] - after["categories"][name]["us"]
@@ -342,7 +343,7 @@ def cells(text: str, name: str) -> list[str]:
 
 
 def test_a_comparison_has_the_prediction_beside_what_was_measured():
-    text = profile_comparison.render_comparison(*before_and_after())
+    text = compare_profiles.render_comparison(*before_and_after())
     # 400 - 7 / 0.9
     assert cells(text, "optimizer")[:5] == ["optimizer", "0.400", "0.010", "0.390", "0.392"]
     assert cells(text, "loss")[:4] == ["loss", "0.100", "0.100", "0.000"] and "0.044" not in text
@@ -357,13 +358,13 @@ def test_a_step_that_gained_less_than_its_spread_gained_nothing():
     before, after = before_and_after()
     after["step_ms"] = [0.6, 0.65, 1.2]  # 80th percentile: 0.98
     before["step_ms"] = [0.96, 1.0, 1.1]  # 20th percentile: 0.976
-    text = profile_comparison.render_comparison(before, after)
+    text = compare_profiles.render_comparison(before, after)
     assert cells(text, "Step")[3:] == ["no difference", "0.392"]
 
 
 def test_it_is_said_which_times_have_the_host_in_them():
     record = made_up(loss=part(900.0, n_bytes=5e5))
-    compared = profile_comparison.render_comparison(*before_and_after())
+    compared = compare_profiles.render_comparison(*before_and_after())
     for text in (profile_baseline.render(record), compared):
         assert OF_KERNELS in text and OF_STEPS in text
     assert OF_KERNELS in profile_tables.diagnosis(record)
@@ -376,7 +377,7 @@ def test_it_is_said_which_times_have_the_host_in_them():
 def test_profiles_of_different_workloads_are_not_compared(key, value):
     before, after = before_and_after()
     with pytest.raises(UserError, match=f"not of one workload: {key} {value}"):
-        profile_comparison.render_comparison(before, after | {key: value})
+        compare_profiles.render_comparison(before, after | {key: value})
 
 
 def is_picture(path: Path) -> bool:
@@ -385,13 +386,13 @@ def is_picture(path: Path) -> bool:
 
 @pytest.fixture
 def compare(run_script, tmp_path):
-    """compare(before, after, *flags): the outcome of --compare before.json after.json."""
+    """compare(before, after, *flags): the outcome of comparing before.json with after.json."""
     paths = [tmp_path / "before.json", tmp_path / "after.json"]
 
     def run(before: dict, after: dict, *flags: str):
         for path, record in zip(paths, (before, after)):
             path.write_text(json.dumps(record))
-        return run_script(profile_baseline, "--compare", *map(str, paths), *flags)
+        return run_script(compare_profiles, *map(str, paths), *flags)
 
     return run
 
@@ -484,14 +485,14 @@ def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(compare, key, w
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--compare", "nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
-        (["--compare", OF_A_RUN, "x"], "is not a 'profile' record"),
-        (["--compare", "one.json"], "--compare: expected 2 arguments"),
+        (["nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
+        ([OF_A_RUN, "x"], "is not a 'profile' record"),
+        (["one.json"], "arguments are required: AFTER.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input_is_one_sentence(run_script, flags, words):
-    assert_refused(run_script(profile_baseline, *flags), words)
+    assert_refused(run_script(compare_profiles, *flags), words)
 
 
 # ---------------------------------------------------------------- real runs

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 import finetune_baseline
 import finetune_optimized
-import profile_baseline
 from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
 from harness.cli.flags import RECOMPUTE
 from harness.data import dataset
 from harness.model import architecture, packed_attention
 from harness.model.families import EXAMPLES, FAMILIES, part_outside
 from harness.profiling.kernel_facts import MODEL_KERNELS
+from next_steps.finetuning import distill
 from next_steps.lessons import qk_norm_rope_kernel, rope_kernel
+from next_steps.memory import estimate
 from next_steps.memory.memory_ledger import KINDS
 from next_steps.patches.apply_kernels import apply_kernels
 from next_steps.patches.fp8_model import fp8_layers
@@ -355,7 +356,7 @@ def test_a_student_with_half_of_the_layers_is_saved(kind, saved, run_script, tmp
     """The lists of what each layer is are cut too: transformers refuses longer ones."""
     folder = str(tmp_path / "student")
     outcome = run_script(
-        finetune_optimized, "--teacher", saved(kind), *RUN, "--kernels", "rope", "--save", folder
+        distill, "--teacher", saved(kind), *RUN, "--kernels", "rope", "--save", folder
     )
     assert outcome.code == 0, outcome.err
     (layer,) = AutoModelForCausalLM.from_pretrained(folder).model.layers
@@ -366,7 +367,7 @@ def test_a_student_with_half_of_the_layers_is_saved(kind, saved, run_script, tmp
 @OTHERS
 def test_the_estimate_names_what_its_tensors_are_for(kind, saved, recorded):
     flags = "--batch-size", "1", "--seq-len", "8", "--random-init", "--kernels", "all"
-    record = recorded(profile_baseline, "--model", saved(kind), "--estimate", *flags)
+    record = recorded(estimate, "--model", saved(kind), *flags)
     for estimated in record["estimates"]:
         assert set(estimated["kept_in_layers"]) <= set(KINDS)
 
@@ -380,7 +381,5 @@ def test_an_example_with_random_weights_asks_for_no_tokenizer(monkeypatch):
 @pytest.mark.exhaustive
 def test_an_example_needs_no_download(run_script):
     for name in EXAMPLES:
-        outcome = run_script(
-            profile_baseline, "--model", name, "--random-init", "--estimate", "--seq-len", "512"
-        )
+        outcome = run_script(estimate, "--model", name, "--random-init", "--seq-len", "512")
         assert outcome.code == 0, outcome.err

@@ -1,44 +1,35 @@
 """What is made of the curves; and a small run of all seeds and modes."""
 
-import json
 import os
 from dataclasses import replace
 
 import pytest
 
 from harness.benchmark.checking import HAS_GPU
-from harness.model import architecture
 from next_steps.layers import fp8_layer, frozen_fp8
-from next_steps.studies import fp8_study
-from next_steps.studies.fp8_study import more_steps, reached, row_of
+from next_steps.studies import fp8_accuracy
+from next_steps.studies.fp8_accuracy import more_steps, row_of
 from tests.fp8_layer_test import REFERENCES
-from tests.small_workloads import smaller_config, tiny_workload
+from tests.small_workloads import tiny_workload
 from tests.warm_processes import forks
 
 CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
 
 
 @pytest.mark.parametrize(
-    "loss, expected",
+    "last, expected",
     [
-        (4.0, (10.0, "")),
-        (3.25, (17.5, "")),
-        (2.5, (30.0, "")),
-        (5.0, (0.0, "")),
-        (2.4, (30.0, ">=")),
-        (5.1, (0.0, "<=")),
+        (4.0, (20.0, "")),
+        (3.25, (12.5, "")),
+        (2.5, (0.0, "")),
+        (5.0, (30.0, "")),
+        (2.4, (0.0, "<=")),
+        (5.1, (30.0, ">=")),
     ],
-)
-def test_a_loss_is_reached_between_two_points_the_first_time(loss, expected):
-    assert reached(CURVE, loss, 10) == expected
-    assert reached([5.0, 3.0, 4.0, 2.0], 3.5, 10) == (7.5, ""), "a curve that rises again"
-
-
-@pytest.mark.parametrize(
-    "last, expected", [(2.75, (5.0, "")), (2.5, (0.0, "")), (2.0, (0.0, "<=")), (6.0, (30.0, ">="))]
 )
 def test_more_steps_are_those_that_the_reference_was_earlier(last, expected):
     assert more_steps(CURVE, [5.0, 4.0, 3.0, last], 10) == expected
+    assert more_steps([5.0, 3.0, 4.0, 2.0], [3.5], 10) == (22.5, ""), "a curve that rises again"
 
 
 def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
@@ -57,25 +48,25 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
 def test_what_validating_as_it_trains_adds_is_said_for_each_way():
     first = [{"curve": [5.0, 2.5]}, {"curve": [5.0, 2.0]}]
     second = [{"curve_as_trained": [5.5, 2.75]}, {"curve_as_trained": [5.5, 2.35]}]
-    line = fp8_study.line_as_trained("fp8 all", second, first, "in FP8")
+    line = fp8_accuracy.line_as_trained("fp8 all", second, first, "in FP8")
     assert line.startswith("fp8 all") and "+0.5000 before" in line and "+0.3000 after" in line
 
 
+@pytest.fixture
+def run_study(recorded, small_model, own_cache, little_validation):
+    """run_study(name, "--flag", ...): the record of a small run, and what it printed."""
+    size = "--model", "tiny", "--batch-size", "2", "--seq-len", "8"
+    return lambda name, *flags: recorded(fp8_accuracy, name, *size, *flags)
+
+
 @pytest.mark.exhaustive
-def test_every_seed_trains_in_every_mode(
-    run_script, monkeypatch, tmp_path, own_cache, little_validation
-):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+def test_every_seed_trains_in_every_way(run_study, monkeypatch):
     if not HAS_GPU:
         for name, reference in REFERENCES.items():
             monkeypatch.setattr(fp8_layer, name, reference)
-    path = tmp_path / "record.json"
-    size = ["--model", "tiny", "--steps", "2", "--seeds", "2", "--batch-size", "2"]
-    outcome = run_script(fp8_study, "accuracy", *size, "--seq-len", "8", "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    record = json.loads(path.read_text())
+    record = run_study("accuracy", "--steps", "2", "--seeds", "2")
     assert [(run["seed"], run["way"]) for run in record["runs"]] == [
-        (seed, way) for seed in (0, 1) for way in fp8_study.STUDIES["accuracy"].ways
+        (seed, way) for seed in (0, 1) for way in fp8_accuracy.STUDIES["accuracy"].ways
     ]
     assert all(len(run["curve"]) == 3 and len(run["losses"]) == 2 for run in record["runs"])
     first, other = record["runs"][:2]
@@ -85,44 +76,31 @@ def test_every_seed_trains_in_every_mode(
     assert first["curve"][-1] != other["curve"][-1] != other["curve_as_trained"][-1]
     assert len(other["curve_as_trained"]) == 3
     assert first["losses"] != record["runs"][2]["losses"]
-    assert "fp8, validated with FP8's products" in outcome.out
-    assert "Accuracy of FP8, 2 seeds" in outcome.out and "step 1/2" not in outcome.out
+    assert "fp8, validated with FP8's products" in record["printed"]
+    assert "Accuracy of FP8, 2 seeds" in record["printed"]
+    assert "step 1/2" not in record["printed"]
 
 
 @pytest.mark.exhaustive
-def test_every_seed_trains_with_both_kinds_of_moments(
-    run_script, monkeypatch, tmp_path, own_cache, little_validation
-):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    monkeypatch.setattr(fp8_study, "KERNELS", ["adamw"])  # the interpreter is slow
-    path = tmp_path / "record.json"
-    size = ["--model", "tiny", "--steps", "3", "--seeds", "1", "--batch-size", "2"]
-    size += ["--dtype", "bf16"]
-    outcome = run_script(fp8_study, "moments", *size, "--seq-len", "8", "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    record = json.loads(path.read_text())
-    assert [run["way"] for run in record["runs"]] == [*fp8_study.STUDIES["moments"].ways]
+def test_every_seed_trains_with_both_kinds_of_moments(run_study, monkeypatch):
+    monkeypatch.setattr(fp8_accuracy, "KERNELS", ["adamw"])  # the interpreter is slow
+    record = run_study("moments", "--steps", "3", "--seeds", "1", "--dtype", "bf16")
+    assert [run["way"] for run in record["runs"]] == [*fp8_accuracy.STUDIES["moments"].ways]
     wide, coded, *_ = (run["losses"] for run in record["runs"])
     # the first step is the same to the bit, and the loss after it
     assert wide[:2] == coded[:2] and wide[2] != coded[2]
     assert len({run["curve"][-1] for run in record["runs"]}) == 4
-    assert "Accuracy of 8-bit moments, 1 seeds" in outcome.out
-    assert fp8_study.render_accuracy(record) in outcome.out
+    assert "Accuracy of 8-bit moments, 1 seeds" in record["printed"]
+    assert fp8_accuracy.render(record) in record["printed"]
 
 
 @pytest.mark.exhaustive
-def test_adapters_are_validated_beside_the_original_weights_too(
-    run_script, monkeypatch, tmp_path, own_cache, little_validation
-):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
+def test_adapters_are_validated_beside_the_original_weights_too(run_study, monkeypatch):
     if not HAS_GPU:
         for name in ("quantize_rows", "quantize_stacked", "transpose_rows"):
             monkeypatch.setattr(frozen_fp8, name, REFERENCES[name])
-    path = tmp_path / "record.json"
-    size = ["--model", "tiny", "--steps", "2", "--seeds", "1", "--batch-size", "2"]
-    outcome = run_script(fp8_study, "lora", *size, "--seq-len", "8", "--json", str(path))
-    assert outcome.code == 0, outcome.err
-    plain, fp8, nf4 = json.loads(path.read_text())["runs"]
+    record = run_study("lora", "--steps", "2", "--seeds", "1")
+    plain, fp8, nf4 = record["runs"]
     assert (plain["way"], fp8["way"], nf4["way"]) == ("bf16", "fp8", "nf4")
     assert plain["curve_as_trained"] == []
     for run in (fp8, nf4):
@@ -130,7 +108,7 @@ def test_adapters_are_validated_beside_the_original_weights_too(
         assert run["curve"][0] == plain["curve"][0] != run["curve_as_trained"][0]
         # afterwards the adapters differ, and so does what they stand beside
         assert run["curve"][-1] not in (plain["curve"][-1], run["curve_as_trained"][-1])
-    assert "beside the original weights" in outcome.out
+    assert "beside the original weights" in record["printed"]
 
 
 def trained_elsewhere(workload, every):
@@ -138,15 +116,10 @@ def trained_elsewhere(workload, every):
 
 
 def test_jobs_give_records_in_order_and_without_times(monkeypatch):
-    monkeypatch.setattr(fp8_study, "train", trained_elsewhere)
-    monkeypatch.setattr(fp8_study.multiprocessing, "get_context", {"spawn": forks()}.get)
+    monkeypatch.setattr(fp8_accuracy, "train", trained_elsewhere)
+    monkeypatch.setattr(fp8_accuracy.multiprocessing, "get_context", {"spawn": forks()}.get)
     workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
-    alone, beside = (list(fp8_study.train_all(workloads, 1, jobs)) for jobs in (1, 2))
+    alone, beside = (list(fp8_accuracy.train_all(workloads, 1, jobs)) for jobs in (1, 2))
     assert [run["seed"] for run in alone] == [run["seed"] for run in beside] == [0, 1, 2]
     assert all(run["median_seconds"] == 0.1 and run["process"] == os.getpid() for run in alone)
     assert all(run["median_seconds"] is None and run["process"] != os.getpid() for run in beside)
-
-
-def test_the_flag_that_is_needed_is_said(run_script):
-    outcome = run_script(fp8_study, "accuracy")
-    assert outcome.code == 2 and "name a model with --model" in outcome.err

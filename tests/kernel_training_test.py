@@ -20,7 +20,7 @@ from harness.data.dataset import Batch
 from harness.model import architecture, loading
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import stepping
-from next_steps.finetuning import kernel_training, opponents
+from next_steps.finetuning import kernel_training, opponent_models, opponents
 from next_steps.patches import apply_kernels
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
@@ -53,7 +53,7 @@ def test_a_graph_of_a_pages_own_step_is_handed_over(run_script, monkeypatch, scr
 
 
 def test_every_opponent_has_a_recipe():
-    assert list(opponents.RECIPES) == list(OPPONENTS)
+    assert list(opponent_models.RECIPES) == list(OPPONENTS)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,18 @@ def test_every_opponent_has_a_recipe():
         ("liger", "liger_kernel.transformers", "Liger-Kernel", "liger-kernel"),
         ("torchao-tensorwise", "torchao.float8", "torchao", "torchao"),
         ("torchao-rowwise", "torchao.float8", "torchao", "torchao"),
+        ("unsloth", "unsloth", "Unsloth", "unsloth"),
     ],
 )
 def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded(
     run_script, monkeypatch, name, module, title, package
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(opponents.patched_model, "load", lambda workload: pytest.fail("loaded"))
-    outcome = run_script(finetune_optimized, *SMALL, "--opponent", name)
+    monkeypatch.setattr(opponent_models, "HAS_GPU", True)
+    monkeypatch.setattr(
+        opponent_models.patched_model, "load", lambda workload: pytest.fail("loaded")
+    )
+    outcome = run_script(opponents, *SMALL, "--opponent", name)
     assert_refused(outcome, f"error: {title} is not installed: pip install {package}")
 
 
@@ -79,7 +83,7 @@ def test_torchaos_float8_is_in_the_layers_projections_alone(monkeypatch, small_m
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
     workload = replace(small_workload(), opponent=f"torchao-{recipe}")
-    model, called, _ = opponents.prepare(workload)
+    model, called, _ = opponent_models.prepare(workload)
     found = [name for name, module in model.named_modules() if isinstance(module, float8)]
     assert len(found) == 7 * len(model.model.layers)
     assert all(name.startswith("model.layers.") and name.endswith("_proj") for name in found)
@@ -97,7 +101,7 @@ def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, smal
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     adapters = "--lora-rank", "4", "--lora-targets", "attention"
     plain = small_workload(*adapters)
-    model, *_ = opponents.prepare(replace(plain, opponent=f"torchao-{recipe}"))
+    model, *_ = opponent_models.prepare(replace(plain, opponent=f"torchao-{recipe}"))
     found = [name for name, module in model.named_modules() if isinstance(module, float8)]
     beside = [name for name in found if name.endswith("_proj.base_layer")]
     n_layers = len(model.model.layers)
@@ -110,7 +114,7 @@ def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, smal
         return
     loss = model(input_ids=ids, labels=ids).loss
     assert len(called) == len(beside), "peft calls what stands in its base layer"
-    unlike = opponents.patched_model.load(plain)(input_ids=ids, labels=ids).loss
+    unlike = opponent_models.patched_model.load(plain)(input_ids=ids, labels=ids).loss
     assert loss != unlike and abs(loss - unlike) < 0.1
     loss.backward()
     graded = {name for name, p in model.named_parameters() if p.grad is not None}
@@ -120,13 +124,9 @@ def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, smal
 
 def test_torchaos_float8_is_refused_where_it_cannot_be(monkeypatch):
     pytest.importorskip("torchao")
-    monkeypatch.setattr(opponents, "fp8_support", lambda: "Old GPU is of sm_80: leave it.")
+    monkeypatch.setattr(opponent_models, "fp8_support", lambda: "Old GPU is of sm_80: leave it.")
     with pytest.raises(UserError, match="--opponent torchao-rowwise: Old GPU is of sm_80"):
-        opponents.with_float8(replace(small_workload(), opponent="torchao-rowwise"))
-
-
-def test_an_unknown_opponent_is_refused(run_script):
-    assert_refused(run_script(finetune_optimized, *SMALL, "--opponent", "nobody"), "nobody")
+        opponent_models.with_float8(replace(small_workload(), opponent="torchao-rowwise"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_an_opponent_trains_the_same(recorded, monkeypatch, small_model, name):
     monkeypatch.setattr(stepping, "make_optimizer", make_optimizer)
     monkeypatch.setattr(torch, "compile", compiled)
     baseline = recorded(finetune_baseline, *SMALL)
-    opponent = recorded(finetune_optimized, *SMALL, "--opponent", name)
+    opponent = recorded(opponents, *SMALL, "--opponent", name)
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert baseline["losses"][0] != pytest.approx(baseline["losses"][2], rel=1e-3)
     assert (opponent["title"], opponent["kernels"]) == (OPPONENTS[name], [])
@@ -158,7 +158,10 @@ def test_an_opponent_trains_the_same(recorded, monkeypatch, small_model, name):
 
 
 def test_the_rms_norm_opponent_leaves_no_norm_as_it_was_and_shares_the_weights(small_model):
-    model, plain = opponents.with_rms_norm(small_workload()), loading.load_model(small_workload())
+    model, plain = (
+        opponent_models.with_rms_norm(small_workload()),
+        loading.load_model(small_workload()),
+    )
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert "LlamaRMSNorm" not in kinds.values() and kinds["model.norm"] == "RMSNorm"
     assert model.model.norm.eps == plain.model.norm.variance_epsilon
@@ -181,7 +184,7 @@ def test_a_compiled_opponent_keeps_causal_attention_and_is_compiled_once(small_m
     with pytest.MonkeyPatch.context() as patch:
         compiled = torch.compile
         patch.setattr(torch, "compile", lambda model, mode: compiled(model, backend=backend))
-        call = opponents.compiled(model, "default")
+        call = opponent_models.compiled(model, "default")
     for _ in range(3):
         call(input_ids=ids, labels=ids)
     (graph,) = graphs
@@ -278,9 +281,9 @@ def test_a_step_that_cannot_be_recorded_is_one_sentence(monkeypatch, error, expe
         (finetune_optimized, ["--kernels", "all"]),
         (finetune_baseline, ["--accumulate", "3"]),
         (finetune_optimized, ["--kernels", "all", "--accumulate", "3"]),
-        (finetune_optimized, ["--opponent", "fused-adamw"]),
-        (finetune_optimized, ["--opponent", "rms-norm"]),
-        (finetune_optimized, ["--opponent", "compile"]),
+        (opponents, ["--opponent", "fused-adamw"]),
+        (opponents, ["--opponent", "rms-norm"]),
+        (opponents, ["--opponent", "compile"]),
     ],
 )
 def test_captured_steps_are_the_same_steps(recorded, dtype, script, flags):

@@ -28,7 +28,8 @@ from harness.model.adapters import checksum, frozen_digest
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
-from next_steps.memory import memory_estimate
+from next_steps.finetuning import opponents
+from next_steps.memory import estimate, memory_estimate
 from next_steps.patches import patched_model
 from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
 from tests.conftest import assert_refused
@@ -178,7 +179,7 @@ def test_bf16_runs_agree_to_a_hundredth(small_model, recorded):
 def test_an_opponent_trains_the_same_adapters(small_model, recorded):
     flags = [*SMALL, *RANK]
     ours = recorded(finetune_baseline, *flags)
-    theirs = recorded(finetune_optimized, *flags, "--opponent", "rms-norm")
+    theirs = recorded(opponents, *flags, "--opponent", "rms-norm")
     assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
     assert theirs["trained_parameters"] == ours["trained_parameters"]
 
@@ -534,7 +535,7 @@ def test_an_estimate_of_quantized_weights_has_half_a_byte_for_each():
 
 
 def test_the_estimate_of_a_script_names_adapters(recorded):
-    record = recorded(profile_baseline, "--estimate", "--model", "tiny", *RANK)
+    record = recorded(estimate, "--model", "tiny", *RANK)
     assert record["trained_parameters"] == 8960 and record["parameters"] == 119_232 + 8960
 
 

@@ -6,44 +6,57 @@ import shlex
 import pytest
 
 import profile_baseline
-from harness.cli.flags import finetune_parser
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
-from next_steps.studies import fp8_study
+from next_steps.finetuning import opponents
+from next_steps.memory import estimate
+from next_steps.studies import fp8_accuracy, ladder
 from tools import make_records
-from tools.make_records import BASELINE, CHECKS, OPTIMIZED, PROFILE, RUNS
+from tools.make_records import (
+    BASELINE,
+    CHECKS,
+    ESTIMATE,
+    LADDER,
+    OPPONENT,
+    OPTIMIZED,
+    PROFILE,
+    RUNS,
+)
 from tools.page_records import RESULTS
 
+FLAGS = {
+    BASELINE: finetune_options.FLAGS["Baseline"],
+    OPTIMIZED: finetune_options.OPTIMIZED,
+    ESTIMATE: estimate.FLAGS,
+    LADDER: ladder.FLAGS,
+    OPPONENT: opponents.FLAGS,
+}
 COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
-def workload_of(script, flags, monkeypatch) -> Workload:
+def workload_of(script: str, flags: list[str]) -> Workload:
     """As the script reads it on a GPU."""
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    if script == PROFILE:
-        args = profile_baseline.parse_args()
-    elif script == OPTIMIZED:
-        args = finetune_options.parse_args("")
-    else:
-        args = finetune_parser("").parse_args()
-    return Workload.from_flags(args, on_gpu=True)
+    profiled = script == PROFILE
+    parse = profile_baseline.parse_args if profiled else Parser("", FLAGS[script]).parse_args
+    return Workload.from_flags(parse(flags), on_gpu=True)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
-    if script in (PROFILE, BASELINE, OPTIMIZED):
-        workload_of(script, flags, monkeypatch)
+    if script in (PROFILE, *FLAGS):
+        workload_of(script, flags)
     elif name in CHECKS:
         assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
         assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
     else:
-        assert script == "next_steps.studies.fp8_study"
+        assert script == "next_steps.studies.fp8_accuracy"
         monkeypatch.setattr("sys.argv", [script, *flags])
-        assert fp8_study.parse_args().study in name
+        assert fp8_accuracy.parse_args().study in name
 
 
 def test_the_list_has_every_kernels_benchmark():
@@ -55,15 +68,14 @@ def test_every_estimate_of_the_pages_is_listed():
 
 
 @pytest.mark.parametrize("name", [*RUNS["steps"], *RUNS["estimates"]])
-def test_the_records_of_the_steps_were_made_so(name, monkeypatch):
+def test_the_records_of_the_steps_were_made_so(name):
     record = json.loads((RESULTS / f"{name}.json").read_text())
     script, *flags = COMMANDS[name]
-    listed = workload_of(script, flags, monkeypatch)
+    listed = workload_of(script, flags)
     made = Workload.from_record(record)
     assert made.differences(listed) == []
     assert made.opponent == listed.opponent
-    expected = () if made.opponent else listed.kernels  # which are the flag's default
-    assert "--ladder" in flags or made.kernels == expected  # a ladder has all of them
+    assert made.kernels == listed.kernels
     assert record.get("steps") == listed.steps
 
 

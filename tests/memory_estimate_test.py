@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import kernel_support
-import profile_baseline
 from harness.cli import device
 from harness.cli.device import DEVICE
 from harness.cli.flags import DEFAULT_MODEL
@@ -24,14 +23,13 @@ from harness.model import architecture, config_file
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import KERNELS, MODEL_KERNELS
 from harness.steps import stepping
-from next_steps.memory import memory_estimate, memory_ledger, meta_step
+from next_steps.memory import estimate, memory_estimate, memory_ledger, meta_step
 from next_steps.memory.memory_ledger import GRADIENTS, LOSS, PARAMETERS, STATE
 from next_steps.memory.peak_attribution import KEPT, TEMPORARY, WORKSPACES, history, kept_blocks
 from next_steps.patches.apply_kernels import apply_kernels
 from tests.small_workloads import as_kernels_module, imported_anew
 from tools.page_records import RESULTS
 
-MODEL_8B = ["--random-init", "--estimate"]
 REQUIRED = [
     *(f"finetune_{way}_1x512" for way in ("baseline", "optimized", "all")),
     *(f"finetune_{way}_4x2048" for way in ("baseline", "optimized", "all")),
@@ -292,8 +290,8 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
     run_script, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    flags = ["--estimate", "--model", "tiny", "--kernels", "all", "--json", "estimate.json"]
-    outcome = run_script(profile_baseline, *flags)
+    flags = ["--model", "tiny", "--kernels", "all", "--json", "estimate.json"]
+    outcome = run_script(estimate, *flags)
     assert outcome.code == 0
     record = json.loads(Path("estimate.json").read_text())
     assert outcome.out.startswith(memory_estimate.render(record))
@@ -307,7 +305,7 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
 
 def test_without_kernels_there_is_one_column(run_script):
     flags = "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
-    outcome = run_script(profile_baseline, "--estimate", *flags)
+    outcome = run_script(estimate, *flags)
     assert outcome.code == 0 and "chosen" not in outcome.out
 
 
@@ -320,7 +318,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
     for module in (device, config_file):
         monkeypatch.setattr(module, "HAS_GPU", False)
     monkeypatch.setattr(memory_estimate, "estimate", estimated_before)
-    outcome = run_script(profile_baseline, *MODEL_8B)
+    outcome = run_script(estimate, "--random-init")
     assert outcome.code == 0
     assert re.search(r"^Total +80\.37$", outcome.out, re.MULTILINE)
 
@@ -329,7 +327,7 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
 def test_the_weights_are_not_needed(run_script, tmp_path):
     config = architecture.tiny_config()
     config.save_pretrained(tmp_path)
-    outcome = run_script(profile_baseline, "--estimate", "--model", str(tmp_path))
+    outcome = run_script(estimate, "--model", str(tmp_path))
     assert outcome.code == 0 and "pretrained weights" in outcome.out
 
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import profile_baseline
 from harness.benchmark.checking import HAS_GPU
 from harness.cli import tables
 from harness.cli.device import DEVICE
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -35,6 +35,7 @@ from next_steps.memory import (
     memory_profile,
     meta_step,
     peak_attribution,
+    profile,
 )
 from next_steps.memory.memory_ledger import (
     BATCH,
@@ -62,7 +63,7 @@ from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_re
 from tools.page_records import RESULTS
 
 SHAPE = 2, 9  # B, T
-TINY = ["--memory", "--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
+TINY = ["--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
 SETS = pytest.mark.parametrize(
     "kernels", [[], ["adamw"], MODEL_KERNELS, KERNELS], ids=["none", "adamw", "model", "all"]
 )
@@ -340,7 +341,7 @@ def test_the_largest_tensors_are_named():
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    workload = Workload.from_flags(profile_baseline.parse_args(TINY), HAS_GPU)
+    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         memory_profile.report(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
@@ -351,7 +352,7 @@ def record(tmp_path_factory) -> dict:
 
 def test_the_flag_prints_the_parts_and_leaves_no_trace(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outcome = run_script(profile_baseline, *TINY, "--json", "record.json")
+    outcome = run_script(profile, *TINY, "--json", "record.json")
     assert outcome.code == 0 and "Highest in each phase, MB" in outcome.out
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
@@ -413,8 +414,8 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     config.save_pretrained(tmp_path)
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
-    flags = ["--memory", "--model", str(tmp_path), "--random-init"]
-    workload = Workload.from_flags(profile_baseline.parse_args([*flags, *shape]), HAS_GPU)
+    flags = ["--model", str(tmp_path), "--random-init"]
+    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args([*flags, *shape]), HAS_GPU)
     memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]

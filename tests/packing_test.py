@@ -15,7 +15,7 @@ from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, packed_attention
 from harness.profiling.kernel_facts import MODEL_KERNELS, PLAYBOOK_KERNELS
 from harness.steps import stepping
-from next_steps.finetuning import distill
+from next_steps.finetuning import distill, distillation, opponents
 from next_steps.patches import apply_kernels
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
@@ -195,8 +195,8 @@ def test_the_span_is_that_of_the_samples(samples):
     [
         (finetune_baseline, []),
         (finetune_optimized, ["--kernels", "rope"]),
-        (finetune_optimized, ["--opponent", "fused-adamw"]),
-        (finetune_optimized, ["--teacher", "tiny", "--kernels", "none"]),
+        (opponents, ["--opponent", "fused-adamw"]),
+        (distill, ["--teacher", "tiny", "--kernels", "none"]),
     ],
     ids=["baseline", "optimized", "opponent", "teacher"],
 )
@@ -231,7 +231,7 @@ def test_the_profiler_takes_packed_steps(run_script, tmp_path, file):
 
 def test_a_distilled_step_is_packed_too(samples):
     student, teacher = (loading.load_model(packed("--seed", seed)) for seed in "12")
-    distill.learn_from(student, teacher.eval(), fused=False)
+    distillation.learn_from(student, teacher.eval(), fused=False)
     batch = packed_batch(samples)
     found = gradients(student, (batch, 1.0))
     alone = [dataset.Batches(samples, [[i]], 1, packed_to=SIZE)[0] for i in range(len(samples))]

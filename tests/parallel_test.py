@@ -207,7 +207,7 @@ def test_a_profile_is_the_first_processs(way, tmp_path):
 @pytest.mark.parametrize("way", processes.PARALLEL)
 def test_an_opponent_trains_in_two_processes(way, tmp_path):
     flags = [*TINY, "--steps", "3", "--opponent", "fused-adamw", "--parallel", way]
-    run_of(2, "finetune_optimized.py", *flags, "--json", str(tmp_path / "a.json"))
+    run_of(2, "-m", "next_steps.finetuning.opponents", *flags, "--json", f"{tmp_path}/a.json")
     assert json.loads((tmp_path / "a.json").read_text())["opponent"] == "fused-adamw"
 
 

@@ -22,9 +22,11 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from exercises import check
-from next_steps.comparisons import sweep_kernels
+from next_steps.comparisons import compare_profiles, sweep
+from next_steps.finetuning import distill, opponents
 from next_steps.hugging_face import kernel_repository, sft
-from next_steps.studies import fp8_study, frontier, scaling
+from next_steps.memory import estimate, profile
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling
 from tests import packaged_model
 from tools import (
     compile_check,
@@ -63,14 +65,20 @@ MODULES = {
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
     "exercises.check": check,
-    "next_steps.studies.fp8_study": fp8_study,
+    "next_steps.studies.fp8_accuracy": fp8_accuracy,
     "next_steps.studies.frontier": frontier,
+    "next_steps.studies.ladder": ladder,
     "next_steps.hugging_face.kernel_repository": kernel_repository,
     "next_steps.hugging_face.sft": sft,
     "tests.packaged_model": packaged_model,
     "next_steps.studies.scaling": scaling,
     "tools.compile_check": compile_check,
-    "next_steps.comparisons.sweep_kernels": sweep_kernels,
+    "next_steps.comparisons.compare_profiles": compare_profiles,
+    "next_steps.comparisons.sweep": sweep,
+    "next_steps.finetuning.distill": distill,
+    "next_steps.finetuning.opponents": opponents,
+    "next_steps.memory.estimate": estimate,
+    "next_steps.memory.profile": profile,
     "tools.fill_pages": fill_pages,
     "tools.instruction_count": instruction_count,
     "tools.make_records": make_records,

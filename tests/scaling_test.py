@@ -16,18 +16,16 @@ from harness.cli.workload import Workload
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.patches import fp8_model
-from next_steps.studies import scaling, scaling_steps, scaling_tables
+from next_steps.studies import scaling, scaling_tables
 from next_steps.studies.scaling_tables import Size
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
-from tools import page_records, page_step_tables
-from tools.page_records import COLUMNS
 
 
 def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50, accumulate=1) -> dict:
     """A step's time varies by a tenth; twice what is exposed is sent."""
-    found = {"way": way, **scaling_steps.in_record(Size(batch_size, seq_len, accumulate))}
+    found = {"way": way, **Size(batch_size, seq_len, accumulate).as_record()}
     found |= {"median_ms": ms, "p20_ms": 0.95 * ms, "p80_ms": 1.05 * ms, "step_ms": [ms]}
     found["tokens_per_second_per_gpu"] = 1e3 * batch_size * seq_len * accumulate / ms
     found["peak_memory_bytes"] = gb * 1e9
@@ -61,10 +59,9 @@ TWO = record(
 
 
 def written(folder, *records) -> list[str]:
-    paths = [folder / f"{i}.json" for i in range(len(records))]
-    for path, each in zip(paths, records):
-        path.write_text(json.dumps(each))
-    return [str(path) for path in paths]
+    for i, each in enumerate(records):
+        (folder / f"{i}.json").write_text(json.dumps(each))
+    return [str(folder / f"{i}.json") for i in range(len(records))]
 
 
 def test_a_row_beside_that_of_one_process_and_of_liger():
@@ -101,9 +98,11 @@ def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
     assert scaling_tables.crossover(two, "baseline") == scaling_tables.crossover(TWO, "baseline")
 
 
-def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
+def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path):
+    paths, picture = written(tmp_path, ONE, record(ONE["rows"], 2)), tmp_path / "scaling.png"
+    outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
+    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
     paths = written(tmp_path, ONE, TWO, TWO | {"parallel": "ddp"})
-    picture = tmp_path / "scaling.png"
     outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
     assert outcome.code == 0, outcome.err
     assert "2 processes, fsdp" in outcome.out and "2 processes, ddp" in outcome.out
@@ -111,30 +110,12 @@ def test_compare_prints_tables_and_draws_without_a_gpu(run_script, tmp_path):
     assert picture.stat().st_size > 0
 
 
-def test_a_page_has_room_for_the_tables_of_large_numbers(monkeypatch, tmp_path):
-    ways, sizes = scaling_tables.WAYS.values(), (*scaling_steps.SIZES[True], Size(4, 2048, 4))
-
-    def rows(*numbers) -> list[dict]:
-        return [row(way, *size[:2], *numbers, 123.4, size[2]) for way in ways for size in sizes]
-
-    one, two = record(rows(987.6, None)), record(rows(1123, 250), 2)
-    for name, each in (("1", one), ("fsdp_2", two), ("ddp_2", two | {"parallel": "ddp"})):
-        for study in ("scaling", "scaling_fp8"):
-            (tmp_path / f"{study}_{name}.json").write_text(json.dumps(each))
-    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
-    table = page_step_tables.scaling_table("fsdp")
-    assert len(table.splitlines()) == 2 + len(ways) * len(sizes)
-    assert all(len(line) <= COLUMNS for line in table.splitlines()), table
-    assert page_step_tables.scaling_table("fsdp", "scaling_fp8") == table
-    assert "| all kernels, fsdp " in page_step_tables.crossovers()
-
-
 @pytest.mark.parametrize(
     "records, words",
     [
         ([ONE], "0.json alone is no comparison"),
-        ([TWO, TWO], "0.json is of 2 processes and comes first"),
-        ([ONE, ONE], "1.json is of one process"),
+        ([TWO, TWO], "0.json is of 2 processes: name a record of one first"),
+        ([ONE, ONE], "1.json is of 1 processes: name"),
         ([ONE, TWO | {"dtype": "fp32"}], "dtype fp32 in"),
         ([ONE, TWO | {"model": "other"}], "model other in"),
         ([ONE, TWO | {"environment": MADE_UP | {"gpu": "Other"}}], "gpu Other in"),
@@ -170,12 +151,6 @@ def test_flags_without_effect_are_refused(run_script, tmp_path):
         assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
 
 
-def test_a_picture_of_what_nobody_measured_is_refused(run_script, tmp_path):
-    paths = written(tmp_path, ONE, record(ONE["rows"], 2))
-    outcome = run_script(scaling, "--compare", *paths, "--plot", str(tmp_path / "new.png"))
-    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
-
-
 def measured_as(monkeypatch, outcomes) -> list:
     """`measure` of made-up outcomes; the models that it was called with, weakly."""
     seen = []
@@ -184,7 +159,7 @@ def measured_as(monkeypatch, outcomes) -> list:
         seen.append(weakref.ref(called))
         return outcomes(len(seen))
 
-    monkeypatch.setattr(scaling_steps, "measure", measure)
+    monkeypatch.setattr(scaling, "measure", measure)
     monkeypatch.setattr("harness.profiling.profiler.measure_ceilings", lambda dtype: {})
     return seen
 
@@ -206,7 +181,7 @@ def test_a_record_is_kept_after_each_row(monkeypatch, small_model, tmp_path):
 
     measured_as(monkeypatch, stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        scaling_steps.walk(tiny(), str(path), ["baseline"], SIZES)
+        scaling.measure_all(tiny(), str(path), ["baseline"], SIZES)
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
@@ -223,7 +198,7 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
 
     monkeypatch.setattr(kernel_training, "prepare", count)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    scaling_steps.walk(tiny(), str(path), ["baseline", "kernels", "liger"], SIZES)
+    scaling.measure_all(tiny(), str(path), ["baseline", "kernels", "liger"], SIZES)
     found = json.loads(path.read_text())
     assert [each["way"] for each in found["rows"]] == ["baseline", "all kernels"]
     assert alive == [0, 0]
@@ -231,21 +206,23 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
     assert "Liger-Kernel is not installed" in absent and absent in capsys.readouterr().out
 
 
-def test_a_model_that_does_not_fit_is_too_large(monkeypatch, small_model):
-    def prepare(workload):
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_out(
+    monkeypatch, small_model, tmp_path
+):
+    prepare, out = kernel_training.prepare, torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(kernel_training, "prepare", prepare)
-    (found,) = scaling_steps.rows_of(tiny(), SIZES, {})
-    assert found == {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
+    def fill_memory(workload):
+        if not workload.fp8:
+            raise out
+        return prepare(workload)
 
-
-def test_a_gpu_without_fp8_leaves_it_out(monkeypatch, small_model, tmp_path):
-    measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
+    measured_as(monkeypatch, None)
+    monkeypatch.setattr(kernel_training, "prepare", fill_memory)
     monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
-    scaling_steps.walk(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES[:1])
+    scaling.measure_all(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES)
     found = json.loads((tmp_path / "record.json").read_text())
-    assert [each["way"] for each in found["rows"]] == ["all kernels"]
+    too_large = {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
+    assert found["rows"] == [{"way": "all kernels", **too_large}]
     said = "--fp8: Old GPU is of sm_80: leave FP8 out."
     assert found["absent"] == [f"all kernels, fp8 is left out: {said}"]
 
@@ -255,8 +232,8 @@ def test_each_size_finds_out_anew_whether_codes_fit(monkeypatch, small_model):
     begun, begin = [], fp8_model.KeptCodes.begin
     counted = lambda self: begun.append(self) or begin(self)  # noqa: E731
     monkeypatch.setattr(fp8_model.KeptCodes, "begin", counted)
-    monkeypatch.setattr(scaling_steps, "measure", lambda *args: {"begun": len(begun)})
-    rows = scaling_steps.rows_of(replace(tiny(), **scaling_steps.HOW["fp8"]), SIZES, {})
+    monkeypatch.setattr(scaling, "measure", lambda *args: {"begun": len(begun)})
+    rows = scaling.rows_of(replace(tiny(), **scaling.HOW["fp8"]), SIZES, {})
     assert [each["begun"] for each in rows] == [2, 3]
 
 
@@ -291,7 +268,7 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
         rows = [r for r in each["rows"] if r["way"] != "Liger"]
         assert [(r["way"], Size.of(r)) for r in rows] == TAKEN
         for r in rows:
-            assert len(r["step_ms"]) == scaling_steps.STEPS[HAS_GPU][1]
+            assert len(r["step_ms"]) == scaling.STEPS[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
     outcome = run_script(scaling, "--compare", one, two)
     assert outcome.code == 0 and f"2 processes, {way}" in outcome.out
@@ -300,9 +277,9 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
 def test_the_slowest_process_counts(monkeypatch, small_model):
     """Two processes by name; the other one's numbers are made up."""
     model, called, optimizer = kernel_training.prepare(tiny())
-    monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(100 + each for each in own)])
-    found = scaling_steps.measure(called, optimizer, Size(1, 4), model.config.vocab_size)
-    assert all(100e3 < ms < 200e3 for ms in found["step_ms"])
+    monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(1e5 + each for each in own)])
+    found = scaling.measure(called, optimizer, Size(1, 4), model.config.vocab_size)
+    assert all(1e5 < ms < 2e5 for ms in found["step_ms"])
 
 
 def test_processes_take_different_sequences_of_one_model(monkeypatch, small_model):
@@ -313,8 +290,8 @@ def test_processes_take_different_sequences_of_one_model(monkeypatch, small_mode
         weights.append(called.model.embed_tokens.weight.sum().item())
         return {"failure": "the GPU's memory"}
 
-    monkeypatch.setattr(scaling_steps, "measure", measure)
+    monkeypatch.setattr(scaling, "measure", measure)
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        list(scaling_steps.rows_of(tiny(), SIZES, {}))
+        list(scaling.rows_of(tiny(), SIZES, {}))
     assert drawn[0] != drawn[1] and weights[0] == weights[1]

@@ -49,20 +49,18 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     process ignores fsdp and ddp.
     """
     from harness.cli.device import HAS_GPU
-    from harness.cli.flags import finetune_parser
+    from harness.cli.flags import Parser
     from harness.cli.workload import Workload
     from next_steps.finetuning import kernel_training
 
     way, kernels, accumulate, *more = case.split("-")
-    parser = finetune_parser("")
-    finetune_options.add_flags(parser)
     flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
     flags += ["--steps", "4" if kernels == "fp8" else "2", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
     flags += ["--parallel", way] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
-    args = parser.parse_args([*TINY, "--seq-len", "8", *flags])
+    args = Parser("", finetune_options.OPTIMIZED).parse_args([*TINY, "--seq-len", "8", *flags])
     workload = Workload.from_flags(args, HAS_GPU)
     with exact() if kernels == "exact" else contextlib.nullcontext():
         kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")

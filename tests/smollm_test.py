@@ -15,10 +15,11 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import Check, assert_all_passed, compare
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import finetune_parser
+from harness.cli.flags import OF_BASELINE, Parser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
+from next_steps.finetuning import distill
 from next_steps.layers import fp8_layer
 from next_steps.patches import apply_kernels, fp8_model, patched_model
 from tests import fp8_layer_test, packaged_model
@@ -53,7 +54,7 @@ def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
 
 
 def workload_of(flags: list[str]) -> Workload:
-    return Workload.from_flags(finetune_parser("").parse_args(flags), HAS_GPU)
+    return Workload.from_flags(Parser("", OF_BASELINE).parse_args(flags), HAS_GPU)
 
 
 def validation_losses(record: dict) -> list[float]:
@@ -194,7 +195,7 @@ def half_distilled(smollm, english, monkeypatch, recorded):
     monkeypatch.setattr(dataset, "VALIDATION_BATCHES", 1)
     teacher = ["--teacher", str(smollm), "--temperature", "4", "--lr", "1e-4"]
     return lambda seq_len, *more: recorded(
-        finetune_optimized, *flags(smollm, english, seq_len, *teacher, *more)
+        distill, *flags(smollm, english, seq_len, *teacher, *more)
     )
 
 

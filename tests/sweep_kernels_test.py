@@ -17,7 +17,6 @@ from triton.errors import TritonError
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
-import benchmark_kernels as bench
 import rmsnorm_kernel
 from harness.benchmark.checking import HAS_GPU
 from harness.cli import command_line, tables
@@ -313,9 +312,9 @@ def test_rendering_changes_nothing():
 def finished(tmp_path_factory):
     """(stdout, record) of a sweep of everything, as a user runs it."""
     path = tmp_path_factory.mktemp("sweep") / "run.json"
-    flags = ["--sweep", "--tokens", "2", "--hidden", "32,64", "--vocab", "50", "--json", str(path)]
+    flags = ["--tokens", "2", "--hidden", "32,64", "--vocab", "50", "--json", str(path)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, bench.__file__, *flags]
+    command = [sys.executable, "-m", "next_steps.comparisons.sweep", *flags]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout, json.loads(path.read_text())

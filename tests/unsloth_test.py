@@ -21,11 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
 import finetune_baseline
-import finetune_optimized
 from harness.benchmark.checking import DEVICE
 from harness.cli.device import HAS_GPU
 from harness.model import architecture, loading
-from next_steps.finetuning import opponents
+from next_steps.finetuning import opponent_models, opponents
 from next_steps.patches import patched_model
 from tests.conftest import assert_refused
 from tests.fixtures import needs_gpu
@@ -57,7 +56,7 @@ class FastLanguageModel:
 
 @pytest.fixture
 def stand_in(monkeypatch, own_cache, small_model):
-    monkeypatch.setattr(opponents, "HAS_GPU", True)
+    monkeypatch.setattr(opponent_models, "HAS_GPU", True)
     monkeypatch.setattr(FastLanguageModel, "calls", [])
     module = SimpleNamespace(FastLanguageModel=FastLanguageModel)
     monkeypatch.setitem(sys.modules, "unsloth", module)
@@ -66,14 +65,8 @@ def stand_in(monkeypatch, own_cache, small_model):
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 def test_without_a_gpu_it_is_refused(run_script):
-    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
+    outcome = run_script(opponents, *SMALL, *UNSLOTH)
     assert_refused(outcome, "error: --opponent unsloth needs a CUDA GPU and none was found")
-
-
-def test_where_it_is_not_installed_it_is_refused(run_script, monkeypatch, stand_in):
-    monkeypatch.setitem(sys.modules, "unsloth", None)
-    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
-    assert_refused(outcome, "error: Unsloth is not installed: pip install unsloth")
 
 
 def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stand_in):
@@ -81,7 +74,7 @@ def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stan
         raise RuntimeError("no such architecture")
 
     monkeypatch.setattr(stand_in, "from_pretrained", fail)
-    outcome = run_script(finetune_optimized, *SMALL, *UNSLOTH)
+    outcome = run_script(opponents, *SMALL, *UNSLOTH)
     said = "error: tiny, by Unsloth, could not be loaded: no such architecture\n"
     assert outcome.code == 2 and outcome.err.endswith(said)  # after transformers' progress
 
@@ -90,7 +83,7 @@ def test_what_it_cannot_load_is_said_in_a_sentence(run_script, monkeypatch, stan
 def test_it_starts_from_the_weights_that_every_run_draws(stand_in, flags):
     workload = small_workload(*flags, "--seed", "3")
     model, plain = (
-        opponents.with_unsloth(workload),
+        opponent_models.with_unsloth(workload),
         loading.load_model(small_workload("--seed", "3")),
     )
     found = {name.replace(".base_layer", ""): w for name, w in model.state_dict().items()}
@@ -113,7 +106,7 @@ def test_it_starts_from_the_weights_that_every_run_draws(stand_in, flags):
 
 @pytest.mark.parametrize(("opponent", "in_fp8"), [("unsloth", False), ("unsloth-fp8", True)])
 def test_frozen_weights_are_in_fp8_if_asked_for(stand_in, opponent, in_fp8):
-    opponents.with_unsloth(replace(small_workload("--lora-rank", "4"), opponent=opponent))
+    opponent_models.with_unsloth(replace(small_workload("--lora-rank", "4"), opponent=opponent))
     loaded = stand_in.calls[0]
     assert loaded["load_in_fp8"] is in_fp8 and loaded["load_in_4bit"] is False
 
@@ -122,9 +115,9 @@ def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path)
     config, folder = smaller_config(), tmp_path / "model"
     loading.load_model(small_workload()).save_pretrained(folder)
     workload = small_workload("--model", str(folder))
-    opponents.with_unsloth(workload)
-    opponents.placeholder(config).save_pretrained(folder)
-    opponents.with_unsloth(workload)
+    opponent_models.with_unsloth(workload)
+    opponent_models.placeholder(config).save_pretrained(folder)
+    opponent_models.with_unsloth(workload)
     without, with_tokenizer = stand_in.calls
     assert without["source"] != str(folder) == with_tokenizer["source"]
     assert "tokenizer.json" in without["files"]
@@ -132,7 +125,7 @@ def test_a_model_with_a_tokenizer_is_loaded_from_where_it_is(stand_in, tmp_path)
 
 def test_its_run_is_the_baselines_with_fused_adamw(recorded, stand_in):
     baseline = recorded(finetune_baseline, *SMALL)
-    opponent = recorded(finetune_optimized, *SMALL, *UNSLOTH)
+    opponent = recorded(opponents, *SMALL, *UNSLOTH)
     assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
     assert (opponent["title"], opponent["opponent"]) == ("Unsloth, fused AdamW", "unsloth")
 
@@ -147,7 +140,7 @@ def test_what_it_makes_of_transformers_is_not_counted(recorded, monkeypatch, sta
         return loaded
 
     monkeypatch.setattr(stand_in, "from_pretrained", load_and_change)
-    record = recorded(finetune_optimized, *SMALL, *UNSLOTH, "--lora-rank", "4")
+    record = recorded(opponents, *SMALL, *UNSLOTH, "--lora-rank", "4")
     assert record["parameters"] > 10 * record["trained_parameters"] > 0
 
 
@@ -159,7 +152,7 @@ def test_its_adapters_are_saved_and_trained_further(recorded, tmp_path, stand_in
         ["--adapter", first, "--save", then],
         ["--adapter", first, "--save", merged, "--merge"],
     ):
-        recorded(finetune_optimized, *flags, *more)
+        recorded(opponents, *flags, *more)
     ids = torch.arange(8, device=DEVICE)[None]
 
     def logits(model):
@@ -169,7 +162,7 @@ def test_its_adapters_are_saved_and_trained_further(recorded, tmp_path, stand_in
     before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
     assert not torch.allclose(before, after, atol=1e-3)
     ours = patched_model.load(small_workload("--adapter", first))
-    theirs = opponents.with_unsloth(small_workload("--adapter", first))
+    theirs = opponent_models.with_unsloth(small_workload("--adapter", first))
     torch.testing.assert_close(logits(ours), after)
     torch.testing.assert_close(logits(theirs), after)
     trained = PeftModel.from_pretrained(loading.load_model(small_workload()), then)
@@ -183,12 +176,12 @@ def test_an_adapter_of_another_model_is_refused_before_anything_is_loaded(
 ):
     folder = str(tmp_path / "adapter")
     flags = [*SMALL, *UNSLOTH]
-    assert run_script(finetune_optimized, *flags, "--lora-rank", "4", "--save", folder).code == 0
+    assert run_script(opponents, *flags, "--lora-rank", "4", "--save", folder).code == 0
     stand_in.calls.clear()
     config = smaller_config()
     config.intermediate_size = 64
     monkeypatch.setattr(architecture, "tiny_config", lambda: config)
-    outcome = run_script(finetune_optimized, *flags, "--adapter", folder)
+    outcome = run_script(opponents, *flags, "--adapter", folder)
     assert outcome.code == 2 and "does not fit tiny" in outcome.err and not stand_in.calls
 
 
@@ -199,9 +192,10 @@ def test_the_real_one_trains_as_the_baseline_does(tmp_path, flags):
     """To rounding in bf16: with LoRA the adapters' first numbers are other ones, and B is 0."""
     records = []
     flags = [*flags, "--model", "tiny", "--seq-len", "64", "--steps", "4", "--lr", "1e-3"]
-    for script, more in (("finetune_baseline.py", []), ("finetune_optimized.py", UNSLOTH)):
-        path = tmp_path / f"{script}.json"
-        command = [sys.executable, str(HERE / script), *flags, *more, "--json", str(path)]
+    unsloth = ["-m", "next_steps.finetuning.opponents", *UNSLOTH]
+    for i, script in enumerate(([str(HERE / "finetune_baseline.py")], unsloth)):
+        path = tmp_path / f"{i}.json"
+        command = [sys.executable, *script, *flags, "--json", str(path)]
         environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
         subprocess.run(command, check=True, cwd=tmp_path, env=environment)
         records.append(json.loads(path.read_text()))

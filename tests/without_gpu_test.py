@@ -1,6 +1,5 @@
 """What a reader without a GPU types and sees: README's commands, its snippets, tables that fit."""
 
-import functools
 import re
 import runpy
 import shlex
@@ -13,9 +12,13 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import tables
+from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.model.config_file import load_config
 from next_steps import finetune_options
+from next_steps.comparisons import compare_profiles
+from next_steps.memory import estimate, profile
+from next_steps.studies import ladder
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
 from tools import fill_pages
@@ -26,8 +29,10 @@ BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", README, flags=re.DOTALL | 
 LEFT_OUT = "--batch-size", "--seq-len", "--cuda-graph"  # as README says
 TRAINING = {
     "profile_baseline.py": profile_baseline.parse_args,
-    "finetune_baseline.py": functools.partial(finetune_options.parse_args, "", "Baseline"),
-    "finetune_optimized.py": functools.partial(finetune_options.parse_args, "", "Optimized"),
+    "finetune_baseline.py": Parser("", finetune_options.FLAGS["Baseline"]).parse_args,
+    "finetune_optimized.py": Parser("", finetune_options.OPTIMIZED).parse_args,
+    "next_steps.memory.estimate": Parser("", estimate.FLAGS).parse_args,
+    "next_steps.studies.ladder": Parser("", ladder.FLAGS).parse_args,
 }
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 
@@ -45,21 +50,18 @@ def on_a_cpu(words: list[str]) -> list[str]:
 def commands() -> list[list[str]]:
     scripts = "".join(block for language, block in BLOCKS if language == "bash")
     lines = (line for line in scripts.splitlines() if line.startswith("python "))
-    words = (shlex.split(line, comments=True) for line in lines)
-    return [each[1:] for each in words if each[1] in TRAINING and "--compare" not in each]
+    words = (shlex.split(line, comments=True)[1:] for line in lines)
+    words = (each[1:] if each[0] == "-m" else each for each in words)
+    return [each for each in words if each[0] in TRAINING]
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_of_readme_is_accepted_with_what_readme_adds(words, monkeypatch):
-    script, *flags = on_a_cpu(words)
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    workload = Workload.from_flags(TRAINING[script](), on_gpu=False)
-    load_config(workload)  # refuses what does not fit the model
-    # and, more slowly, as printed but for the graph
-    script, *flags = [*(word for word in words if word != "--cuda-graph"), "--model", "tiny"]
-    monkeypatch.setattr("sys.argv", [script, *flags])
-    load_config(Workload.from_flags(TRAINING[script](), on_gpu=False))
+def test_a_command_of_readme_is_accepted_with_what_readme_adds(words):
+    """And, more slowly, as printed but for the graph; `load_config` asks if the model fits."""
+    as_printed = [*(word for word in words if word != "--cuda-graph"), "--model", "tiny"]
+    for script, *flags in (on_a_cpu(words), as_printed):
+        load_config(Workload.from_flags(TRAINING[script](flags), on_gpu=False))
 
 
 def test_the_commands_of_the_steps_are_found():
@@ -134,9 +136,9 @@ def test_what_the_tiny_model_prints_fits_a_terminal(run_script, tmp_path, monkey
         outcome = run_script(profile_baseline, *tiny, *flags)
         assert outcome.code == 0 and not too_wide(outcome.out), outcome.err
     outcomes = [
-        run_script(profile_baseline, "--compare", *runs),
-        run_script(profile_baseline, *tiny, "--memory"),
-        run_script(profile_baseline, *tiny, "--estimate", "--kernels", "all"),
+        run_script(compare_profiles, *runs),
+        run_script(profile, *tiny),
+        run_script(estimate, *tiny, "--kernels", "all"),
         *(run_script(finetune_baseline, *tiny, "--steps", "3", "--json", run) for run in runs),
         run_script(compare_runs, *runs),
         run_script(finetune_optimized, *tiny, "--kernels", "adamw", "--steps", "3"),

@@ -7,9 +7,10 @@ import pytest
 
 import profile_baseline
 from harness.cli import workload
-from harness.cli.flags import finetune_parser
+from harness.cli.flags import OF_BASELINE, Parser
 from harness.cli.workload import PRETRAINED, RANDOM, Workload
 from next_steps import finetune_options
+from next_steps.finetuning import distill, opponents
 from tools.page_records import RESULTS
 
 WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt", "batch_size": 2}
@@ -21,12 +22,14 @@ EVERYTHING = Workload(**WHAT, **HOW, cuda_graph=True, warmup=5)
 
 
 def baseline(*flags: str) -> Workload:
-    return Workload.from_flags(finetune_parser("").parse_args([*flags]), on_gpu=False)
+    return Workload.from_flags(Parser("", OF_BASELINE).parse_args([*flags]), on_gpu=False)
 
 
-def optimized(monkeypatch, *flags: str) -> Workload:
-    monkeypatch.setattr("sys.argv", ["finetune_optimized.py", *flags])
-    return Workload.from_flags(finetune_options.parse_args(""), on_gpu=True)
+def of_command(*flags: str) -> Workload:
+    """What finetune_optimized.py makes of the flags, or the command that has them."""
+    commands = {"--opponent": opponents.FLAGS, "--teacher": distill.FLAGS}
+    table = next((commands[flag] for flag in flags if flag in commands), finetune_options.OPTIMIZED)
+    return Workload.from_flags(Parser("", table).parse_args([*flags]), on_gpu=True)
 
 
 # ---------------------------------------------------------------- flags
@@ -34,7 +37,7 @@ def optimized(monkeypatch, *flags: str) -> Workload:
 
 @pytest.mark.parametrize("on_gpu, expected", [(True, (512, "bf16")), (False, (64, "fp32"))])
 def test_length_and_dtype_depend_on_the_gpu_unless_told(on_gpu, expected):
-    parse = finetune_parser("").parse_args
+    parse = Parser("", OF_BASELINE).parse_args
     found = Workload.from_flags(parse([]), on_gpu)
     assert (found.seq_len, found.dtype) == expected
     told = Workload.from_flags(parse(["--seq-len", "9", "--dtype", "bf16"]), on_gpu)
@@ -50,11 +53,6 @@ def test_a_script_without_steps_has_none():
     args = profile_baseline.parse_args(["--model", "tiny", "--warmup", "2"])
     found = Workload.from_flags(args, on_gpu=False)
     assert (found.steps, found.lr, found.warmup) == (None, None, 2)
-
-
-def test_the_model_is_the_teachers_unless_told(monkeypatch):
-    assert optimized(monkeypatch, "--teacher", "tiny").model == "tiny"
-    assert optimized(monkeypatch, "--teacher", "tiny", "--model", "DIR").model == "DIR"
 
 
 FLAGS = [
@@ -73,14 +71,14 @@ FLAGS = [
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
-def test_flags_made_of_a_workload_give_it_again(monkeypatch, flags):
-    first = optimized(monkeypatch, *flags)
-    if "--opponent" in flags:  # with --kernels beside it, it is refused
-        first = replace(first, kernels=())
-    again = optimized(monkeypatch, *first.as_flags())
-    assert again.as_record() == (first.as_record() | {"kernels": again.as_record()["kernels"]})
+def test_flags_made_of_a_workload_give_it_again(flags):
+    first = of_command(*flags)
+    again = of_command(*first.as_flags())
     if first.kernels:
         assert again == first and again.kernels == first.kernels
+    else:  # no flag says so, and a default may differ
+        again = replace(again, kernels=())
+    assert again.as_record() == first.as_record()
 
 
 def test_flags_are_those_of_the_scripts_that_have_them():

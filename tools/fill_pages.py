@@ -37,12 +37,12 @@ from harness.benchmark import benchmark_picture, benchmark_tables
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, flags, output_files
 from harness.cli.processes import PARALLEL
-from harness.profiling import profile_comparison, roofline
+from harness.profiling import roofline
 from harness.records import run_records
 from harness.training import training_run
-from next_steps.comparisons import sweep_tables
+from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
-from next_steps.studies import fp8_study, frontier, ladder, longest, scaling_tables
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
 from tools import instruction_count, page_kernel_tables, page_published_tables, page_step_tables
 from tools.page_records import COLUMNS, HERE, LOADED, RESULTS, load, source
 
@@ -85,7 +85,7 @@ def render(names: list[str]) -> str:
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
         "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
-        "profile, several": profile_comparison.render_comparison,
+        "profile, several": compare_profiles.render_comparison,
         "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
         "profile": profile_baseline.render,
@@ -95,8 +95,8 @@ def render(names: list[str]) -> str:
         "sweep": sweep_tables.render_sweep,
         "ladder": ladder.render,
         "frontier": frontier.render,
-        "longest": longest.render,
-        "fp8_accuracy": fp8_study.render_accuracy,
+        "longest": frontier.render_longest,
+        "fp8_accuracy": fp8_accuracy.render,
         "instructions": instruction_count.render,
         "text": lambda record: "\n".join(record["lines"]),
     }

@@ -7,7 +7,7 @@
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
-random weights; the largest needs 117 GB of GPU memory.  fp8_study needs a model with trained
+random weights; the largest needs 117 GB of GPU memory.  fp8_accuracy needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
 wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
 So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
@@ -27,10 +27,13 @@ from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
 
 HERE = Path(__file__).parents[1]
+ACCURACY = "next_steps.studies.fp8_accuracy --model runs/smollm2"
 SMALL, LARGE = "--random-init", "--random-init --batch-size 4 --seq-len 2048"
 PROFILE, BASELINE, OPTIMIZED = (
     f"{name}.py" for name in ("profile_baseline", "finetune_baseline", "finetune_optimized")
 )
+ESTIMATE, LADDER = "next_steps.memory.estimate", "next_steps.studies.ladder"
+OPPONENT = "next_steps.finetuning.opponents"
 LONG = "--random-init --batch-size 1 --seq-len 8192 --accumulate 16"
 AUTOMODEL = "--random-init --batch-size 2 --seq-len 4096 --accumulate 16"
 STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
@@ -80,21 +83,21 @@ RUNS: dict[str, dict[str, str]] = {
         "finetune_optimized_1x512": f"{OPTIMIZED} {SMALL}",
         "finetune_baseline_4x2048": f"{BASELINE} {LARGE}",
         "finetune_optimized_4x2048": f"{OPTIMIZED} {LARGE}",
-        "ladder_1x512": f"{OPTIMIZED} {SMALL} --ladder",
-        "ladder_4x2048": f"{OPTIMIZED} {LARGE} --ladder",
+        "ladder_1x512": f"{LADDER} {SMALL}",
+        "ladder_4x2048": f"{LADDER} {LARGE}",
         "full_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "full_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
-        "full_unsloth_4x2048": f"{OPTIMIZED} {LARGE} --opponent unsloth --steps 12",
-        "full_compile_4x2048": f"{OPTIMIZED} {LARGE} --opponent compile --steps 12",
+        "full_unsloth_4x2048": f"{OPPONENT} {LARGE} --opponent unsloth --steps 12",
+        "full_compile_4x2048": f"{OPPONENT} {LARGE} --opponent compile --steps 12",
     },
     "lora": {
         "lora_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
         "lora_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
-        "lora_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth --steps 12",
-        "lora_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
+        "lora_unsloth_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent unsloth --steps 12",
+        "lora_compile_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent compile --steps 12",
         "lora_baseline_1x512": f"{BASELINE} {SMALL} {LORA}",
         "lora_all_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",
-        "lora_unsloth_1x512": f"{OPTIMIZED} {SMALL} {LORA} --opponent unsloth",
+        "lora_unsloth_1x512": f"{OPPONENT} {SMALL} {LORA} --opponent unsloth",
         "qlora_bf16_1x512": f"{OPTIMIZED} {SMALL} {LORA} {ALL} --cuda-graph",  # beside the next
         "qlora_all_1x512": f"{OPTIMIZED} {SMALL} {QLORA} {ALL} --cuda-graph",
         "qlora_bf16_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
@@ -106,20 +109,20 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_lora_1x512_all": f"{PROFILE} {SMALL} {LORA} {ALL}",
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
-        "lora_liger_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent liger --steps 12",
+        "lora_liger_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent liger --steps 12",
     },
     "lora_fp8": {
         "lora_fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --steps 12",
         "lora_fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 --steps 12",
         "lora_fp8_compact_4x2048": f"{OPTIMIZED} {LARGE} {LORA} {ALL} --fp8 compact --steps 12",
-        "lora_fp8_torchao_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent torchao-tensorwise "
+        "lora_fp8_torchao_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent torchao-tensorwise "
         "--steps 12",
-        "lora_fp8_compile_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent compile --steps 12",
-        "lora_fp8_unsloth_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth --steps 12",
-        "lora_fp8_unsloth_fp8_4x2048": f"{OPTIMIZED} {LARGE} {LORA} --opponent unsloth-fp8 "
+        "lora_fp8_compile_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent compile --steps 12",
+        "lora_fp8_unsloth_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent unsloth --steps 12",
+        "lora_fp8_unsloth_fp8_4x2048": f"{OPPONENT} {LARGE} {LORA} --opponent unsloth-fp8 "
         "--steps 12",
         "lora_fp8_baseline_4x2048": f"{BASELINE} {LARGE} {LORA} --steps 12",
-        "lora_accuracy": "next_steps.studies.fp8_study lora --model runs/smollm2 --jobs 15",
+        "lora_accuracy": f"{ACCURACY} lora --jobs 15",
         "lora_fp8_bf16_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
         "lora_fp8_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --fp8 --steps 4",
     },
@@ -134,30 +137,30 @@ RUNS: dict[str, dict[str, str]] = {
         "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
         "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
         "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
-        "moments_accuracy": "next_steps.studies.fp8_study moments --model runs/smollm2 --jobs 10",
+        "moments_accuracy": f"{ACCURACY} moments --jobs 10",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",
         "qwen3_all_4x2048": f"{OPTIMIZED} {QWEN3} {ALL} --steps 12",
-        "qwen3_liger_4x2048": f"{OPTIMIZED} {QWEN3} --opponent liger --steps 12",
-        "qwen3_compile_4x2048": f"{OPTIMIZED} {QWEN3} --opponent compile --steps 12",
-        "qwen3_unsloth_4x2048": f"{OPTIMIZED} {QWEN3} --opponent unsloth --steps 12",
+        "qwen3_liger_4x2048": f"{OPPONENT} {QWEN3} --opponent liger --steps 12",
+        "qwen3_compile_4x2048": f"{OPPONENT} {QWEN3} --opponent compile --steps 12",
+        "qwen3_unsloth_4x2048": f"{OPPONENT} {QWEN3} --opponent unsloth --steps 12",
     },
     "fp8": {
         "fp8_bf16_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
         "fp8_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --fp8 --steps 12",
-        "fp8_torchao_tensorwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-tensorwise "
+        "fp8_torchao_tensorwise_4x2048": f"{OPPONENT} {LARGE} --opponent torchao-tensorwise "
         "--steps 12",
-        "fp8_torchao_rowwise_4x2048": f"{OPTIMIZED} {LARGE} --opponent torchao-rowwise --steps 12",
+        "fp8_torchao_rowwise_4x2048": f"{OPPONENT} {LARGE} --opponent torchao-rowwise --steps 12",
         "fp8_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "fp8_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",
         "fp8_all_1x512": f"{OPTIMIZED} {SMALL} {ALL} --fp8 --cuda-graph",
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
-        "fp8_accuracy": "next_steps.studies.fp8_study accuracy --model runs/smollm2 --jobs 15",
+        "fp8_accuracy": f"{ACCURACY} accuracy --jobs 15",
     },
     "checks": {name: f"{name}.py" for name in CHECKS},
-    "estimates": {f"estimate_{e}": f"{PROFILE} --estimate {w}" for e, w in ESTIMATED.items()},
+    "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
 }
 COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
 
@@ -211,7 +214,7 @@ def make(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
                     words = ["tools.fill_pages", "--record", record, *words]
                 else:
                     words += ["--json", record]
-                if words[0] == PROFILE and "--estimate" not in words:
+                if words[0] == PROFILE:
                     words += ["--trace", str(aside / "trace.json")]
                 done = run(next(processes), words, None if end is None else end - start)
                 missing -= done

@@ -12,9 +12,9 @@ from harness.cli.processes import PARALLEL
 from harness.cli.tables import Column, Table
 from harness.model.architecture import parameter_count
 from harness.model.families import FAMILIES
-from harness.profiling import profile_comparison
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
+from next_steps.comparisons import compare_profiles
 from next_steps.studies import frontier, ladder, scaling_tables
 from tools import page_records
 from tools.page_kernel_tables import by_size
@@ -244,7 +244,7 @@ def parts(*names: str) -> str:
 
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
     """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
-    found = profile_comparison.categories(load(before_name), load(after_name))
+    found = compare_profiles.categories(load(before_name), load(after_name))
     few = found.columns([*range(5), *range(7, len(found.headers))])
     body = [[cell.replace(" to ", "–") for cell in row] for row in few.rows]
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]

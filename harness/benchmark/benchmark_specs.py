@@ -81,7 +81,7 @@ class Spec:
     rows: str = "Tokens"  # what the first dimension counts; --tokens sets only tokens
     judged: str = "gradients' errors"
     notes: tuple[str, ...] = ()  # above the table
-    swept_tokens: int | None = None  # of --sweep on a GPU; None: the kernel has no sweep
+    swept_tokens: int | None = None  # by the sweep, on a GPU; None: it has none
 
     def tokens(self, on_gpu: bool) -> list[int]:
         return list(self.gpu_tokens if on_gpu else self.cpu_tokens)

@@ -27,6 +27,10 @@ class RunError(Exception):
     """Something failed while running: one sentence, exit code 1."""
 
 
+class HostMemoryError(RunError):
+    """The host has no room for what is to wait there."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, which says an error in one sentence in place of the usage text."""
 
@@ -62,6 +66,16 @@ def positive_float(text: str) -> float:
         if 0.0 < (value := float(text)) < 1e30:
             return value
     raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
+
+
+def require_one_process() -> None:
+    """Refuse several processes, in a script that is for one.
+
+    Raises:
+        UserError: torchrun started several.
+    """
+    if (n := world_size()) > 1:
+        raise UserError(f"this script is for one process and torchrun started {n}: start it alone")
 
 
 def ran_out_of_memory(error: Exception) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from harness.cli import adapter_config, flags
 from harness.cli.command_line import UserError, flag_name
 from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, OPPONENTS, SEQ_LEN, TINY
+from harness.cli.output_files import check_outputs
 from harness.cli.processes import FSDP, world_size
 
 PATHS = "model", "teacher", "data", "adapter"  # settings whose value may be a path
@@ -105,16 +106,32 @@ class Workload:
         defaults = {"seq_len": SEQ_LEN[on_gpu], "dtype": DTYPE[on_gpu]}
         given = {each.name: getattr(args, each.name, None) for each in fields(cls)}
         given = defaults | {name: value for name, value in given.items() if value is not None}
+        if "teacher" in given:
+            given.setdefault("model", given["teacher"])
         values = vars(args) | {"dtype": given["dtype"]}
         flags.refuse(values, getattr(args, "given", None), on_gpu)
         adapters = adapter_config.settings(args)
         if getattr(args, "lr", 0) is None:
             # adapters, of which one matrix begins as 0, bear a larger step than weights do
-            given["lr"] = (1e-3 if args.model == TINY else 1e-5) * (10 if adapters else 1)
+            given["lr"] = (1e-3 if given["model"] == TINY else 1e-5) * (10 if adapters else 1)
         if world_size() > 1:
             given |= {"parallel": given.get("parallel", FSDP), "world_size": world_size()}
         given["kernels"] = tuple(given.get("kernels", ()))
         return cls(**given | adapters)
+
+    @classmethod
+    def read(
+        cls, doc: str, table: dict[str, dict], on_gpu: bool | None = None
+    ) -> tuple[argparse.Namespace, "Workload"]:
+        """Return the arguments of a command with the table's flags, and what they describe.
+
+        on_gpu: None: as this machine is; only then PyTorch is imported, after the flags.
+        """
+        args = flags.Parser(doc, table).parse_args()
+        check_outputs(args)
+        if on_gpu is None:
+            from harness.cli.device import HAS_GPU as on_gpu
+        return args, cls.from_flags(args, on_gpu)
 
     def as_flags(self) -> list[str]:
         """Return the command line from which `from_flags` makes this workload."""

@@ -127,6 +127,12 @@ def peak_extra_bytes(fn: Callable[[], object]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
+def reset_peak_memory() -> None:
+    """Let `peak_memory_bytes` begin anew; on the CPU the peak of the whole process stays."""
+    if HAS_GPU:
+        torch.cuda.reset_peak_memory_stats()
+
+
 def peak_memory_bytes() -> int:
     """Return the GPU's peak of allocated memory; on the CPU, the process's peak resident size."""
     if HAS_GPU:

@@ -41,7 +41,7 @@ from harness.records.run_records import environment, environment_line, write_rec
 from harness.records.spread import spread, timed, waited
 from harness.steps import parallel
 from harness.steps.power import PowerMeter, joules_per_token, power_in_words
-from harness.steps.timing import datasheet_tflops, peak_memory_bytes
+from harness.steps.timing import datasheet_tflops, peak_memory_bytes, reset_peak_memory
 from harness.training.resuming import COLUMNS
 from harness.training.saving import refuse_what_cannot_be_saved, save_model
 
@@ -113,8 +113,7 @@ class Run:
 
     def steps(self) -> Iterator[list[Batch]]:
         """Yield each step's micro-batches, on the device; to yield them starts the clock."""
-        if HAS_GPU:
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak_memory()
         last_timed = self.workload.steps - self.profiled_steps
         self.loader = Loader(self.data.train, self.workload.micro_batches, self.steps_before)
         with PowerMeter() as self.power:

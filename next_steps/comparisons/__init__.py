@@ -1,1 +1,4 @@
-"""What benchmark_kernels.py times and what its --sweep tries.  May import all of next_steps."""
+"""What benchmark_kernels.py times, the sweep of launch settings, and profiles side by side.
+
+May import all of next_steps.
+"""

@@ -1,4 +1,4 @@
-"""What --sweep prints: every setting of a launch with its time, and advice for the file."""
+"""What the sweep prints: every setting of a launch with its time, and advice for the file."""
 
 from harness.cli.tables import NO_GPU_NOTE, number, table, title
 from harness.records.run_records import ceilings_card

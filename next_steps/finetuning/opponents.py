@@ -1,206 +1,27 @@
-"""What others offer for the same training: `finetune_optimized.py --opponent NAME`.
+"""What others offer for the same training, in the loop of our own runs (docs/ladder.md).
 
-RECIPES says how each opponent's model is made.  All of them have PyTorch's fused AdamW and the loop
-of our own runs.
+python -m next_steps.finetuning.opponents --opponent liger
 """
 
-import tempfile
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from harness.cli import command_line
+from harness.cli.flags import OF_FINETUNING, OF_TRAINING, OPPONENTS, row, without
+from harness.cli.workload import Workload
 
-import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
-
-from harness.cli.adapter_config import projections
-from harness.cli.command_line import UserError
-from harness.cli.device import HAS_GPU, free_memory
-from harness.cli.flags import OPPONENTS
-from harness.cli.workload import Workload, draws_weights
-from harness.data.dataset import load_tokenizer, look_at_data
-from harness.model.adapters import read_adapters, use_saved
-from harness.model.architecture import TORCH_DTYPES, unpacked_sequences
-from harness.model.config_file import load_config, reading
-from harness.model.families import family_of
-from harness.model.loading import begin, make_model
-from harness.model.patching import replace_modules
-from harness.steps import parallel, stepping
-from harness.training.training_run import Run
-from next_steps.finetuning.kernel_training import take_steps
-from next_steps.lessons.fp8_kernel import fp8_support
-from next_steps.patches import patched_model
+FLAGS = without(OF_TRAINING, "--recompute", "--offload") | OF_FINETUNING
+FLAGS["--opponent"] = row(
+    "what others offer in place of our kernels: PyTorch's fused AdamW alone, or with "
+    "F.rms_norm, torch.compile, Liger-Kernel's patch, Unsloth or torchao's float8",
+    required=True,
+    choices=OPPONENTS,
+)
 
 
-def with_rms_norm(workload: Workload) -> torch.nn.Module:
-    """Return the model with torch.nn.functional.rms_norm in place of transformers' formula."""
+def main() -> None:
+    args, workload = Workload.read(__doc__, FLAGS)
+    from next_steps.finetuning import opponent_models
 
-    def rms_norm(norm: torch.nn.Module) -> torch.nn.RMSNorm:
-        (hidden_size,) = norm.weight.shape
-        made = torch.nn.RMSNorm(hidden_size, eps=norm.variance_epsilon, device="meta")
-        made.weight = norm.weight
-        return made
-
-    model = patched_model.load(workload)
-    replace_modules(model, family_of(model).part("RMSNorm"), rms_norm)
-    return model
+    opponent_models.train(workload, args.json, args.save)
 
 
-def with_liger(workload: Workload) -> torch.nn.Module:
-    """Return the model with Liger-Kernel's patch for the model's family."""
-    try:
-        from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
-    kind = load_config(workload).model_type
-    getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")()
-    return patched_model.load(workload)
-
-
-def with_float8(workload: Workload) -> torch.nn.Module:
-    """Return the model with torchao's float8 in the layers' projections, each layer compiled alone.
-
-    Without torch.compile the model would be slower than without FP8.  With LoRA the frozen
-    projections are in float8, and the adapters beside them stay as they are.
-    """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UserError("torchao is not installed: pip install torchao") from error
-    if reason := fp8_support():
-        raise UserError(f"--opponent {workload.opponent}: {reason}")
-    model = patched_model.load(workload)
-    config = Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
-    no_adapter = {"module_filter_fn": lambda module, name: "lora_" not in name}
-    for layer in model.model.layers:
-        convert_to_float8_training(layer, config=config, **no_adapter)
-        layer.compile()
-    return model
-
-
-def with_unsloth(workload: Workload) -> torch.nn.Module:
-    """Return the model with Unsloth's kernels, each layer compiled, in training mode.
-
-    Importing Unsloth changes transformers in the whole process.  With LoRA the model has Unsloth's
-    own adapters, in fp32 as Unsloth makes them, and with `quantize` bitsandbytes' 4-bit weights.
-    Without LoRA all weights are trained.  As unsloth-fp8 torchao quantizes the frozen weights; the
-    forward multiplies in FP8, the backward in bf16.  Unsloth leaves a copy of these weights in the
-    directory for temporary files.
-    """
-    if not HAS_GPU:
-        raise UserError(f"--opponent {workload.opponent} needs a CUDA GPU and none was found")
-    config = begin(workload)
-    try:
-        from unsloth import FastLanguageModel
-    except ImportError as error:
-        raise UserError("Unsloth is not installed: pip install unsloth") from error
-
-    is_lora, saved = workload.lora_rank is not None, None
-    if workload.adapter is not None:
-        saved = read_adapters(workload, config)  # a wrong one is refused before minutes of loading
-    with tempfile.TemporaryDirectory() as folder, reading(f"{workload.model}, by Unsloth,"):
-        source = model_folder(workload, config, folder)
-        model, _ = FastLanguageModel.from_pretrained(
-            source,
-            max_seq_length=workload.seq_len,
-            dtype=TORCH_DTYPES[workload.dtype],
-            load_in_4bit=workload.quantize is not None,
-            load_in_fp8=workload.opponent == "unsloth-fp8",
-            full_finetuning=not is_lora,
-            use_gradient_checkpointing=False,
-            use_exact_model_name=True,  # else it may take a copy of its own from the hub
-            local_files_only=Path(source).is_dir(),
-        )
-    if not is_lora:
-        return model
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=workload.lora_rank,
-        lora_alpha=workload.lora_alpha,
-        target_modules=list(projections(workload.lora_targets)),
-        lora_dropout=0.0,
-        bias="none",
-        use_gradient_checkpointing=False,
-        random_state=workload.seed,
-    ).get_base_model()
-    if saved is not None:
-        use_saved(model, workload, saved)
-    return model
-
-
-def model_folder(workload: Workload, config: PreTrainedConfig, empty: str) -> str:
-    """Return the folder of weights and tokenizer: the model's own, or `empty`, filled here.
-
-    Unsloth takes a model from a folder or the hub, and only together with a tokenizer.  So random
-    weights are drawn as for every other run and written: 16 GB for the 8B.
-    """
-    tokenizer = load_tokenizer(workload)
-    if tokenizer is not None and not draws_weights(workload.model, workload):
-        return workload.model
-    make_model(workload, config).save_pretrained(empty)
-    free_memory()
-    (tokenizer or placeholder(config)).save_pretrained(empty)
-    return empty
-
-
-def placeholder(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
-    """Make a tokenizer for Unsloth where bytes are the tokens: no text passes through it."""
-    ids = {"<unknown>": 0, "<padding>": 1, "<end>": config.vocab_size - 1}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(ids, unk_token="<unknown>")),
-        unk_token="<unknown>",
-        pad_token="<padding>",
-        eos_token="<end>",
-    )
-
-
-def compiled(model: torch.nn.Module, mode: str) -> Callable:
-    """Return the model's call under torch.compile; the first call compiles for a minute.
-
-    Without `unpacked_sequences` transformers makes a mask in the compiled code, which is slower.
-    """
-    call = torch.compile(model, mode=mode)
-
-    def begin_step(**inputs):
-        # what the last step's CUDA graphs returned may be overwritten from here on
-        torch.compiler.cudagraph_mark_step_begin()
-        with unpacked_sequences():
-            return call(**inputs)
-
-    return begin_step
-
-
-RECIPES = {  # by the words of --opponent: what makes the model
-    "fused-adamw": patched_model.load,
-    "rms-norm": with_rms_norm,
-    "compile": patched_model.load,
-    "compile-reduce-overhead": patched_model.load,
-    "liger": with_liger,
-    "unsloth": with_unsloth,
-    "unsloth-fp8": with_unsloth,
-    "torchao-tensorwise": with_float8,
-    "torchao-rowwise": with_float8,
-}
-# of torch.compile, which takes these models whole
-COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhead"}
-
-
-def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
-    """Return (model, what is called in its place, optimizer) of the workload's opponent."""
-    name, graph = workload.opponent, workload.cuda_graph
-    model = RECIPES[name](workload)
-    called = parallel.wrap(model, workload)
-    if name in COMPILE_MODES:
-        called = compiled(model, COMPILE_MODES[name])
-    optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=graph)
-    return model, called, optimizer
-
-
-def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
-    """Fine-tune as the workload's opponent does it; return the record."""
-    workload = replace(workload, kernels=())
-    parallel.start(workload)
-    look_at_data(workload)
-    model, called, optimizer = prepare(workload)
-    run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)
-    return take_steps(run, optimizer, called)
+if __name__ == "__main__":
+    command_line.run_main(main)

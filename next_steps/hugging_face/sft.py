@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from harness.cli import command_line
 from harness.cli.command_line import UserError
-from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, Parser, row
+from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, Parser, of_kernels, row
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import title
 from harness.cli.workload import Workload, kernels_in_words, model_line
@@ -25,6 +25,7 @@ TRAINING = "--model", "--random-init", "--batch-size", "--seq-len", "--seed", "-
 TRAINING += "--accumulate", "--lora-rank", "--lora-alpha", "--lora-targets", "--json"
 FLAGS = {flag: OF_TRAINING[flag] for flag in TRAINING}
 FLAGS |= {flag: OF_FINETUNING[flag] for flag in ("--steps", "--lr")}
+FLAGS["--kernels"] = of_kernels(KERNELS, default="all")["--kernels"]
 FLAGS["--data"] = row(
     "jsonl with 'prompt' and 'completion', or 'messages'", required=True, metavar="FILE.jsonl"
 )
@@ -151,9 +152,7 @@ def report(trainer, workload: Workload) -> dict:
 
 
 def main() -> None:
-    parser = Parser(__doc__, FLAGS)
-    parser.add_kernels(KERNELS, default="all")
-    args = parser.parse_args()
+    args = Parser(__doc__, FLAGS).parse_args()
     check_outputs(args)
     if not args.data.endswith(".jsonl"):
         raise UserError(f"--data {args.data}: expected a .jsonl file")
@@ -168,8 +167,6 @@ def main() -> None:
         if not HAS_GPU:
             raise UserError("--opponent liger needs a CUDA GPU and none was found")
         workload = replace(workload, kernels=())
-    if n := workload.world_size:
-        raise UserError(f"this script is for one process and torchrun started {n}")
     write_record(args.json, report(train(workload), workload))
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from harness.cli.command_line import RunError, ran_out_of_memory
+from harness.cli.command_line import HostMemoryError, ran_out_of_memory
 from harness.cli.device import DEVICE, HAS_GPU
 
 SMALL = 2**20 if HAS_GPU else 256  # a tensor of fewer bytes is not worth a copy
@@ -32,14 +32,12 @@ OF_THE_HOST = 0.9  # the share of the host's memory that may be taken, also by c
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"  # a container's
 
 
-class HostMemoryError(RunError):
-    """The host has no room for what is to wait there."""
-
-    def __init__(self, n_bytes: int):
-        super().__init__(
-            f"--offload needs {n_bytes / 1e9:,.1f} GB of the host's memory and more, and may take "
-            f"{OF_THE_HOST * host_memory() / 1e9:,.1f}: lower --seq-len, or leave --offload out"
-        )
+def no_room(n_bytes: int) -> HostMemoryError:
+    """Return the error of a host that has less memory than so many bytes."""
+    return HostMemoryError(
+        f"--offload needs {n_bytes / 1e9:,.1f} GB of the host's memory and more, and may take "
+        f"{OF_THE_HOST * host_memory() / 1e9:,.1f}: lower --seq-len, or leave --offload out"
+    )
 
 
 def host_memory() -> int:
@@ -90,13 +88,13 @@ class Offloader:
         if self.on_meta:
             return torch.empty(n_bytes, dtype=torch.uint8)
         if self.n_bytes > OF_THE_HOST * host_memory():
-            raise HostMemoryError(self.n_bytes)
+            raise no_room(self.n_bytes)
         try:
             memory = pinned(n_bytes)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            raise HostMemoryError(self.n_bytes) from error
+            raise no_room(self.n_bytes) from error
         weakref.finalize(memory, self.give_back, n_bytes_rounded).atexit = False
         return memory
 

@@ -19,13 +19,15 @@ from harness.model.config_file import load_config
 from harness.model.loading import load_weights
 from harness.model.packed_attention import use_packed_attention
 from next_steps.patches.apply_kernels import apply_kernels, model_kernels
-from next_steps.patches.fp8_model import fp8_layers
+from next_steps.patches.fp8_model import fp8_layers, require_fp8
 from next_steps.patches.quantize import quantize_layer
 from next_steps.patches.recompute import set_recompute
 
 
 def load_patched(workload: Workload) -> torch.nn.Module:
-    """Return the workload's model, or raise the UserError of `load` or `patch`."""
+    """Return the workload's model, or raise the UserError of `load`, `patch` or `require_fp8`."""
+    if workload.fp8:
+        require_fp8()
     return patch(load(workload), workload)
 
 

@@ -1,24 +1,29 @@
-"""Memory against time: what does each way of keeping less cost?
+"""Memory against time: what does each way of keeping less cost, and how long may a sequence be?
 
     python -m next_steps.studies.frontier --random-init \\
         --json runs/frontier.json --plot runs/frontier.png
+    python -m next_steps.studies.frontier --longest --random-init --kernels all --seq-len 24576
 
 Three sizes of a step run without and with all kernels, at each level of recompute.py, and at the
 last level with offloading.  Estimates stand beside the measurements: the memory by
 memory_estimate.py, the time by step_time.py.  If another row of the same step has less memory and
 less time, nobody needs the row, and the row names the other.
 
-The model is built once; kernels and levels change around the same weights.
+With --longest one way takes steps on one random sequence.  The length doubles until the memory is
+full or the model has no more positions.  Then it is halfway between what fitted and what did not.
 """
 
-import gc
+import argparse
+import itertools
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.cli import command_line, flags, tables
-from harness.cli.flags import OF_TRAINING, RECOMPUTE
+from harness.cli.command_line import UserError, flag_name
+from harness.cli.flags import OF_OPTIMIZED, OF_TRAINING, RECOMPUTE
 from harness.cli.output_files import check_outputs
-from harness.cli.workload import Workload, model_line
+from harness.cli.workload import Workload, kernels_in_words, model_line
 from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 
@@ -32,6 +37,12 @@ HEADERS += ["Better in both"]
 COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
 MARKERS = "osD^v"
 
+LENGTH_STEP = {GPU: 1024, CPU: 16}  # tokens: all lengths of --longest are multiples of it
+CPU_LENGTHS = 3  # no more on a CPU: a machine whose memory is full does not answer
+POSITIONS = "the model's positions"
+
+# ---------------------------------------------------------------- memory against time
+
 
 def labels(w: Workload) -> dict[str, str]:
     """Return the keys of a row that name it."""
@@ -43,97 +54,61 @@ def labels(w: Workload) -> dict[str, str]:
     }
 
 
-def ways_of(workload: Workload, on_gpu: bool) -> list[Workload]:
-    """Return what each row measures, one set of kernels after the other."""
-    return [
-        replace(
-            workload,
-            kernels=tuple(kernels),
-            batch_size=batch_size,
-            seq_len=seq_len,
-            accumulate=micro_batches if micro_batches > 1 else None,
-            recompute=level,
-            offload=offload,
-        )
-        for kernels in ((), KERNELS)
-        for batch_size, seq_len, micro_batches in SIZES[on_gpu]
-        for level, offload in LEVELS
-    ]
-
-
-def measure(w: Workload, model, optimizer) -> dict:
-    """Return peak bytes and milliseconds of a step, or a `failure` if the step does not fit."""
-    import torch
-
-    from harness.cli.device import DEVICE, HAS_GPU, free_memory
+def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
+    """Yield each way of a set of kernels with its peak bytes and milliseconds, or a `failure`."""
+    from harness.cli.device import DEVICE, HAS_GPU
     from harness.data.dataset import random_batch
-    from harness.steps import stepping, timing
-    from next_steps.patches.offload import HostMemoryError
+    from harness.steps.measured import measure
+    from next_steps.finetuning import kernel_training
     from next_steps.patches.recompute import set_recompute
 
-    set_recompute(model, w.recompute, w.offload and HAS_GPU)
-    shape, vocabulary = (w.batch_size, w.seq_len), model.config.vocab_size
-    batches = [random_batch(shape, vocabulary, DEVICE) for _ in range(w.micro_batches)]
-    try:
-        stepping.timed_step(model, optimizer, batches[:2])
-        if HAS_GPU:
-            torch.cuda.reset_peak_memory_stats()
-        timed = TIMED if w.micro_batches == 1 else 1
-        seconds = [stepping.timed_step(model, optimizer, batches)[1] for _ in range(timed)]
-    except HostMemoryError:
-        return {"failure": "the host's memory"}
-    except RuntimeError as error:
-        if not command_line.ran_out_of_memory(error):
-            raise
-        return {"failure": "the GPU's memory"}
-    finally:
-        model.zero_grad(set_to_none=True)
-        free_memory()
-    peak = timing.peak_memory_bytes()
-    return {"peak_memory_bytes": peak, "step_ms": 1e3 * statistics.median(seconds)}
+    model, _, optimizer = kernel_training.prepare(workload)
+    for (*shape, n), (level, offload) in itertools.product(SIZES[HAS_GPU], LEVELS):
+        set_recompute(model, level, offload and HAS_GPU)
+        batches = [random_batch(shape, model.config.vocab_size, DEVICE) for _ in range(n)]
+        row = measure(model, optimizer, [batches[:2]], [batches] * (TIMED if n == 1 else 1))
+        if "step_ms" in row:
+            row["step_ms"] = statistics.median(row["step_ms"])
+        size = {"batch_size": shape[0], "seq_len": shape[1], "accumulate": n if n > 1 else None}
+        yield replace(workload, **size, recompute=level, offload=offload), row
 
 
-def walk(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
+def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Predict and measure every row, print the table, write record and picture."""
-    from harness.cli.device import HAS_GPU
+    from harness.cli.device import HAS_GPU, free_memory
+    from harness.model.adapters import counts
     from harness.model.architecture import TORCH_DTYPES
-    from harness.model.loading import load_model
+    from harness.model.config_file import load_config
     from harness.profiling import profiler
     from next_steps.memory import memory_estimate, step_time
-    from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
-    from next_steps.patches.recompute import set_recompute
 
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
+    config = load_config(workload)
     rates = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype])
     rates["link_gbs"] = step_time.link_rate()
-    model = load_model(workload)
     record = {
         "kind": "frontier",
         "environment": run_records.environment(),
         **workload.as_record(),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        **counts(config, workload),
         "rates": rates,
         "rows": [],
     }
-    optimizer, before, attention = None, None, {}  # attention: its rates by its shape
-    for w in ways_of(workload, HAS_GPU):
-        if w.kernels != before:
-            optimizer, before = None, w.kernels  # free the old optimizer's moments first
-            gc.collect()
-            apply_kernels(set_recompute(model, None), model_kernels(w.kernels))
-            optimizer = make_optimizer(model, 1e-5, w.kernels)
-        shape = w.batch_size, w.seq_len
-        if shape not in attention:
-            attention[shape] = step_time.attention_rates(model.config, w)
-        estimate = memory_estimate.estimate(model.config, w)
-        row = labels(w) | {"estimated_bytes": estimate["peak_memory_bytes"]}
-        work = step_time.count_work(model.config, w)
-        rates_here = rates | {"attention_tflops": attention[shape]}
-        row["estimated_ms"] = step_time.predict_ms(work, rates_here, w.micro_batches)
-        row |= measure(w, model, optimizer)
-        record["rows"].append(row)
-        print("  ".join(cells(row, record["rows"])), flush=True)
+    attention = {}  # its rates by a sequence's shape
+    for kernels in ((), tuple(KERNELS)):
+        for w, row in measured_ways(replace(workload, kernels=kernels)):
+            shape = w.batch_size, w.seq_len
+            if shape not in attention:
+                attention[shape] = step_time.attention_rates(config, w)
+            n_bytes = memory_estimate.estimate(config, w)["peak_memory_bytes"]
+            work = step_time.count_work(config, w)
+            rates_here = rates | {"attention_tflops": attention[shape]}
+            ms = step_time.predict_ms(work, rates_here, w.micro_batches)
+            row = labels(w) | {"estimated_bytes": n_bytes, "estimated_ms": ms} | row
+            record["rows"].append(row)
+            print("  ".join(cells(row, record["rows"])), flush=True)
+        free_memory()  # of this model
     print("\n" + render(record))
     run_records.write_record(record_to, record)
     if plot_to:
@@ -210,16 +185,134 @@ def plot(record: dict, path: str) -> None:
     tables.save_plot(figure, path)
 
 
-def main() -> None:
-    shared = {flag: OF_TRAINING[flag] for flag in ("--model", "--random-init", "--json")}
-    plot = {"--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png")}
-    args = flags.Parser(__doc__, shared, plot).parse_args()
+# ---------------------------------------------------------------- the longest sequence
+
+
+def find_longest(workload: Workload, record_to: str | None) -> None:
+    """Find the longest sequence that fits and time a step of it; print and record both."""
+    from harness.cli.device import DEVICE, HAS_GPU
+    from harness.data.dataset import random_batch
+    from harness.model.adapters import counts
+    from harness.steps.measured import measure
+    from next_steps.finetuning import kernel_training
+    from next_steps.patches.fp8_model import layers_in_fp8
+
+    model, _, optimizer = kernel_training.prepare(workload)
+    if not HAS_GPU:
+        print(tables.NO_GPU_NOTE + "\n")
+
+    def take_step(length: int) -> dict:
+        batch = random_batch((1, length), model.config.vocab_size, DEVICE)
+        return measure(model, optimizer, [], [[batch] * workload.micro_batches])
+
+    step = LENGTH_STEP[HAS_GPU]
+    take_step(step)  # makes the optimizer's state, which then exists for every length
+    first = length = -(-workload.seq_len // step) * step
+    too_long = model.config.max_position_embeddings // step * step + step
+    fitting, stopped_by = {}, POSITIONS
+    while length is not None and length < too_long:
+        row = take_step(length)
+        if "failure" in row:
+            too_long, stopped_by = length, row["failure"]
+            found = f"more than {stopped_by}"
+        else:
+            fitting[length] = row
+            seconds, gb = row["step_ms"][0] / 1e3, row["peak_memory_bytes"] / 1e9
+            found = f"{seconds:6.2f} s, peak {gb:.1f} GB"
+        print(f"{length:>7,} tokens: {found}", flush=True)
+        length = next_length(max(fitting, default=None), too_long, stopped_by != POSITIONS, step)
+        if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
+            stopped_by = f"the {CPU_LENGTHS} lengths that are tried without a GPU"
+            break
+    lengths = sorted(fitting)
+    record = {
+        "kind": "longest",
+        "environment": run_records.environment(),
+        **workload.as_record(),
+        **counts(model.config, workload),
+        **layers_in_fp8(model, workload),
+        "first_length": first,
+        "length_step": step,
+        "stopped_by": stopped_by,
+        "lengths": lengths,
+        "peaks": [fitting[length]["peak_memory_bytes"] for length in lengths],
+    }
+    if lengths:
+        again = fitting[lengths[-1]] | take_step(lengths[-1])  # the first step of a length compiles
+        record["seconds"] = again["step_ms"][0] / 1e3
+        record["attention_share"] = attention_share(model.config, workload, lengths[-1])
+    print("\n" + render_longest(record))
+    run_records.write_record(record_to, record)
+
+
+def next_length(longest: int | None, too_long: int, bisect: bool, step: int) -> int | None:
+    """Return the next length to try, a multiple of `step`; None: no more."""
+    if longest is None or too_long - longest <= step:
+        return None
+    if bisect:
+        return (longest + too_long) // (2 * step) * step
+    return min(2 * longest, too_long - step)
+
+
+def attention_share(config, workload: Workload, length: int) -> float:
+    """Return attention's share of a step's FLOPs, with nothing computed twice."""
+    from harness.model.adapters import flops_per_token
+
+    without, whole = (flops_per_token(config, workload, n) for n in (0, length))
+    return 1 - without / whole
+
+
+def render_longest(record: dict) -> str:
+    """Return what --longest prints at the end."""
+    lengths = record["lengths"]
+    longest = f"{lengths[-1]:,}" if lengths else f"less than {record['first_length']:,}"
+    steps = f", {record['accumulate']} micro-batches a step" if "accumulate" in record else ""
+    limit = f"in steps of {record['length_step']:,}; stopped by {record['stopped_by']}"
+    lines = [
+        run_records.environment_line(record["environment"]),
+        f"{model_line(record)}; custom kernels: {kernels_in_words(record)}",
+        f"Longest sequence that fits, batch 1{steps}: {longest} tokens ({limit})",
+    ]
+    if "seconds" in record:  # older records have none
+        seconds, share = record["seconds"], record["attention_share"]
+        tokens = lengths[-1] * record.get("accumulate", 1)
+        limiter = "attention" if share > 0.5 else "matrix products with weights"
+        lines.append(
+            f"A step of it: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, limited by "
+            f"{limiter}: attention has {share:.0%} of the FLOPs"
+        )
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parse_args() -> argparse.Namespace:
+    not_here = "--data", "--batch-size", "--pack", "--cuda-graph", "--parallel"
+    of_training = flags.without(OF_TRAINING, *not_here)
+    own = {
+        "--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png"),
+        "--longest": flags.switch("from --seq-len on, the longest sequence that fits, batch 1"),
+    }
+    of_kernels = flags.of_kernels(KERNELS, default="none") | OF_OPTIMIZED
+    args = flags.Parser(__doc__, own | of_training | of_kernels).parse_args()
+    if args.longest and args.plot:
+        raise UserError("--plot draws memory against time: leave --plot or --longest out")
+    if not args.longest and (rest := args.given - {"model", "random_init", "json", "plot"}):
+        raise UserError(f"{flag_name(min(rest))} is for --longest: add it, or leave the flag out")
     check_outputs(args)
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     from harness.cli.device import HAS_GPU
 
-    workload = Workload.from_flags(args, HAS_GPU)
+    workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
+    if args.longest:
+        return find_longest(workload, args.json)
     largest = max(seq_len for _, seq_len, _ in SIZES[HAS_GPU])
-    walk(replace(workload, seq_len=largest, data="synthetic"), args.json, args.plot)
+    measure_frontier(replace(workload, seq_len=largest), args.json, args.plot)
 
 
 if __name__ == "__main__":

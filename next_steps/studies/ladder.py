@@ -1,10 +1,12 @@
-"""Follow the profile to the floor: `finetune_optimized.py --ladder`.
+"""What does each kernel gain in a whole step, and was the gain predicted?
 
-Each rung adds one kernel; the largest cost of the profile comes first.  The baseline's profile
-predicts each rung before the rung is measured: the time of a category, minus the time in which the
-category's bytes can pass through memory at the measured copy rate (Amdahl: only that part of the
-step can go away).  After the rungs come the runs to compare them with: baseline and the playbook's
-two kernels as CUDA graphs, and what others offer.  Each run has a process of its own.
+    python -m next_steps.studies.ladder --random-init --json runs/ladder.json --plot runs/ladder.png
+
+Each rung adds one kernel; the largest cost of the baseline's profile comes first.  The profile
+predicts what a rung gains before the rung is measured: the time of the kernel's category, minus the
+time in which the necessary bytes pass through memory at the measured copy rate.  After the rungs
+come the runs to compare them with: baseline and the playbook's two kernels as CUDA graphs, and what
+others offer.  Each run has a process of its own.
 """
 
 import itertools
@@ -16,135 +18,141 @@ from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
-from harness.cli.device import HAS_GPU
-from harness.cli.flags import FP8_ALL, IN_FP8, OPPONENTS, WARMUP_STEPS
+from harness.cli.flags import FP8_ALL, IN_FP8, OF_FINETUNING, OF_TRAINING, OPPONENTS, WARMUP_STEPS
 from harness.cli.workload import Workload, model_line, size_in_words
-from harness.profiling.costs import sizes_of
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
-from next_steps.memory.memory_estimate import try_kernels
-from next_steps.patches.fp8_model import require_fp8
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-OPTIMIZED = "finetune_optimized.py"
 FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
+OF_SOME_RUNS = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
+FLAGS = flags.without(OF_TRAINING, *OF_SOME_RUNS)
+FLAGS |= flags.without(OF_FINETUNING, "--save", "--merge")
+FLAGS["--plot"] = flags.row("time and memory of each run, as a picture", metavar="FILE.png")
+PLAIN = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
     """Run a script on a workload in a process of its own, and return the script's record."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record.json"
-        command = [sys.executable, HERE / script, *workload.as_flags(), *flags, "--json", path]
+        how = [HERE / script] if script.endswith(".py") else ["-m", script]
+        command = [sys.executable, *how, *workload.as_flags(), *flags, "--json", path]
         run = command_line.run_child([str(part) for part in command])
         if run.returncode != 0:
             said = (run.stderr.strip() or run.stdout.strip()).splitlines()
             # CUDA may print more after the sentence
             sentences = [line for line in said if line.startswith("error: ")]
             reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
-            raise RunError(f"{' '.join([script, *how(workload), *flags])} failed: {reason}")
+            raise RunError(f"{' '.join([script, *own_flags(workload), *flags])} failed: {reason}")
         return json.loads(path.read_text())
 
 
-def how(workload: Workload) -> list[str]:
-    """Return a workload's flags without those that all runs of a ladder share."""
-    return workload.as_flags()[len(without_kernels(workload).as_flags()) :]
+def own_flags(workload: Workload) -> list[str]:
+    """Return a run's flags without those that all runs of a ladder share, which come first."""
+    shared = replace(workload, **PLAIN).as_flags()
+    return workload.as_flags()[len(shared) :]
 
 
-def without_kernels(workload: Workload) -> Workload:
-    return replace(workload, kernels=(), fp8=None, cuda_graph=False, opponent=None)
+def script_of(workload: Workload) -> str:
+    """Return what takes a workload's steps."""
+    if workload.opponent:
+        return "next_steps.finetuning.opponents"
+    return "finetune_optimized.py" if workload.kernels else "finetune_baseline.py"
 
 
-def others(workload: Workload, graphs: bool) -> tuple[list[tuple[str, str, Workload]], list[str]]:
-    """Return (name, script, workload) of the runs after the rungs, and why others are left out."""
+def other_runs(workload: Workload, graphs: bool) -> tuple[list[tuple[str, Workload]], list[str]]:
+    """Return the names and workloads of the runs after the rungs, and why FP8 is left out."""
+    from harness.cli.device import HAS_GPU
+    from next_steps.patches.fp8_model import require_fp8
+
+    two, with_two = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
+    in_fp8, graph = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}, {"cuda_graph": True}
+    ways = [
+        (BASELINE, graph),
+        (two, with_two),
+        (two, with_two | graph),
+        *((title, {"opponent": opponent}) for opponent, title in OPPONENTS.items()),
+        (OPPONENTS["liger"], {"opponent": "liger"} | graph),
+        (IN_FP8, in_fp8),
+        (IN_FP8, in_fp8 | graph),
+    ]
     runs, absent = [], []
-
-    def add(name: str, *, script: str = OPTIMIZED, **how) -> None:
-        run = replace(workload, **how)
-        runs.append((name + IN_A_GRAPH * run.cuda_graph, script, run))
-
-    two = " + ".join(PLAYBOOK_KERNELS)
-    if graphs:
-        add(BASELINE, script="finetune_baseline.py", cuda_graph=True)
-    add(two, kernels=PLAYBOOK_KERNELS)
-    if graphs:
-        add(two, kernels=PLAYBOOK_KERNELS, cuda_graph=True)
-    for opponent, title in OPPONENTS.items():
-        values = asdict(replace(workload, opponent=opponent)) | {"kernels": None}
-        if not any(flags.broken(values, None, HAS_GPU)):  # some are for LoRA alone
-            add(title, opponent=opponent)
-    if graphs:
-        add(OPPONENTS["liger"], opponent="liger", cuda_graph=True)
-        how = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}
+    for name, values in ways:
+        run = replace(workload, **values)
+        if not graphs and (run.cuda_graph or run.fp8):
+            continue
         try:
-            flags.refuse(asdict(replace(workload, **how)), on_gpu=HAS_GPU)
-            require_fp8()
-            for graph in (False, True):
-                add(IN_FP8, **how, cuda_graph=graph)
-        except UserError as error:
-            absent.append(f"{IN_FP8}: {error}")
+            flags.refuse(asdict(run) | {"kernels": run.kernels or None}, on_gpu=HAS_GPU)
+            if run.fp8:
+                require_fp8()
+        except UserError as error:  # some opponents are for LoRA alone
+            if run.fp8 and not absent:
+                absent.append(f"{name}: {error}")
+            continue
+        runs.append((name + IN_A_GRAPH * run.cuda_graph, run))
     return runs, absent
 
 
 def profile_of(workload: Workload) -> dict:
     """Return what the ladder's record takes from the baseline's profile."""
+    profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
     with tempfile.TemporaryDirectory() as folder:
-        profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
-        trace = f"{folder}/trace.json"
-        profile = run_script("profile_baseline.py", profiled, "--trace", trace)
-    categories = profile["categories"].items()
-    return {
-        "copy_gbs": profile["ceilings"]["copy_gbs"],
-        "categories_ms": {name: part["us"] / 1e3 for name, part in categories},
-        "busy_ms": profile["busy_us"] / 1e3,
-    }
+        profile = run_script("profile_baseline.py", profiled, "--trace", f"{folder}/trace.json")
+    categories_ms = {name: part["us"] / 1e3 for name, part in profile["categories"].items()}
+    ms = {"categories_ms": categories_ms, "busy_ms": profile["busy_us"] / 1e3}
+    return {"copy_gbs": profile["ceilings"]["copy_gbs"], **ms}
 
 
-def climb(workload: Workload, record_to: str | None = None, plot_to: str | None = None) -> None:
+def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Run the baseline, its profile, every rung and the others; print, draw and record them."""
-    workload = without_kernels(workload)
+    from harness.cli.device import HAS_GPU
+    from harness.profiling.costs import sizes_of
+    from next_steps.memory.memory_estimate import try_kernels
+
     config = try_kernels(replace(workload, kernels=tuple(KERNELS)))
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS
-    after, absent = others(workload, graphs)
-    n_runs = 2 + len(RUNGS) + graphs + len(after)
+    others, absent = other_runs(workload, graphs)
+    n_runs = 2 + len(RUNGS) + graphs + len(others)
     print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
-    environment = run_records.environment()
-    record = {"kind": "ladder", "environment": environment, "rungs": [], "absent": absent}
-    record |= profile_of(workload)
+    record = {"kind": "ladder", "environment": run_records.environment(), **workload.as_record()}
+    record |= {"rungs": [], "absent": absent, **profile_of(workload)}
 
-    def add(name: str, predicted_ms: float | None, run: dict) -> None:
+    def add_run(name: str, predicted_ms: float | None, run_of: Workload) -> dict:
+        """Run a workload and add what was measured; return the run's record."""
+        run = run_script(script_of(run_of), run_of)
         step_ms = 1e3 * run["median_seconds"]
-        rung = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
-        rung |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
+        row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+        row |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
         keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
-        rung |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
-        record["rungs"].append(rung)
+        row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
+        record["rungs"].append(row)
         print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
+        return run
 
-    baseline = run_script("finetune_baseline.py", workload)
-    record |= Workload.from_record(baseline).as_record()
+    baseline = add_run(BASELINE, None, workload)
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
-    add(BASELINE, None, baseline)
-    sizes, names, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
+    sizes, kernels, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
     for rung in RUNGS:
-        names = (*names, rung.name)
+        kernels = (*kernels, rung.name)
         floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
         saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
         busy_ms -= saved_ms
         predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
-        add(rung.name, predicted_ms, run_script(OPTIMIZED, replace(workload, kernels=names)))
+        add_run(rung.name, predicted_ms, replace(workload, kernels=kernels))
     if graphs:
         # what is left of the step is the GPU's own time
         predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
-        graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-        add(CUDA_GRAPH, predicted_ms, run_script(OPTIMIZED, graph))
-    for name, script, other in after:
+        in_graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+        add_run(CUDA_GRAPH, predicted_ms, in_graph)
+    for name, other in others:
         try:
-            add(name, None, run_script(script, other))
+            add_run(name, None, other)
         except RunError as error:
             record["absent"].append(str(error))
     print("\n" + render(record))
@@ -235,24 +243,20 @@ def plot(records: list[dict], path: str) -> None:
     for record, (times, memory) in zip(records, axes):
         ladder, after = blocks(record)
         runs = [*ladder, *after][::-1]
-        predicted = [
-            (r["predicted_ms"], i) for i, r in enumerate(runs) if r["predicted_ms"] is not None
-        ]
-        names = ["+ " * (r["predicted_ms"] is not None) + r["name"] for r in runs]
-        for panel, what, values in (
-            (times, "time of a step, host included, ms", [r["step_ms"] for r in runs]),
-            (memory, "peak memory, GB", [r["peak_memory_bytes"] / 1e9 for r in runs]),
+        names = ["+ " * (run["predicted_ms"] is not None) + run["name"] for run in runs]
+        for panel, what, key, unit in (
+            (times, "time of a step, host included, ms", "step_ms", 1),
+            (memory, "peak memory, GB", "peak_memory_bytes", 1e9),
         ):
-            bars = panel.barh(names, values, color=[colour(r) for r in runs])
-            style = {"color": "white", "va": "center", "weight": "bold"}
-            for bar, value in zip(bars, values):
-                middle = bar.get_y() + bar.get_height() / 2
-                panel.text(0.01 * max(values), middle, f"{value:,.1f}", **style)
+            values = [run[key] / unit for run in runs]
+            bars = panel.barh(names, values, color=[colour(run) for run in runs])
+            panel.bar_label(bars, fmt="{:,.1f}", label_type="center", color="white", weight="bold")
             panel.axhline(len(after) - 0.5, color="black", linewidth=0.6)
             panel.margins(y=0.01)
             panel.spines[["top", "right"]].set_visible(False)
             panel.set_xlabel(f"{what}, lower is better")
-        times.plot(*zip(*predicted), "|", color="black", markersize=14, markeredgewidth=2)
+        style = {"color": "black", "markersize": 14, "markeredgewidth": 2}
+        times.plot([run["predicted_ms"] for run in runs], range(len(runs)), "|", **style)
         memory.set_yticks([])
         times.set_title(size_in_words(record), loc="left")
     first = records[0]
@@ -263,3 +267,12 @@ def plot(records: list[dict], path: str) -> None:
         "black marks: what the baseline's profile predicted for the rung"
     )
     tables.save_plot(figure, path)
+
+
+def main() -> None:
+    args, workload = Workload.read(__doc__, FLAGS)
+    run_ladder(workload, args.json, args.plot)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

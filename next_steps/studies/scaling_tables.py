@@ -12,8 +12,6 @@ from harness.profiling.profile_tables import communication_lines
 from harness.records import run_records
 from harness.records.spread import overlap
 
-HEADERS = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one"]
-HEADERS += ["sent", "exposed"]
 NOT_MEASURED = "n/a"
 # what --ways calls them: their names; Liger comes last, as its patch stays in the process
 WAYS = {"baseline": "baseline", "kernels": "all kernels", "fp8": IN_FP8, "liger": "Liger"}
@@ -32,18 +30,28 @@ class Size(NamedTuple):
     def of(cls, row: dict) -> "Size":
         return cls(row["batch_size"], row["seq_len"], row.get("accumulate", 1))
 
+    def as_record(self) -> dict:
+        """Return what a row says of its size."""
+        several = {"accumulate": self.accumulate} if self.accumulate > 1 else {}
+        return {"batch_size": self.batch_size, "seq_len": self.seq_len, **several}
+
     @property
     def tokens(self) -> int:
         """Return the tokens of a step in each process."""
         return self.batch_size * self.seq_len * self.accumulate
 
-    def needs(self) -> tuple[int, int]:
-        """Return what orders sizes by their memory: a micro-batch's tokens, then their number."""
-        return self.batch_size * self.seq_len, self.accumulate
-
     def __str__(self) -> str:
         several = f" × {self.accumulate}" if self.accumulate > 1 else ""
         return f"{self.batch_size} × {self.seq_len:,}{several}"
+
+
+def row_in_words(row: dict) -> str:
+    """Return the line that is printed as soon as a row has been measured."""
+    name = f"{row['way']}, {Size.of(row)}"
+    if "failure" in row:
+        return f"{name}: more than {row['failure']}"
+    speed = f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
+    return f"{name}: {row['median_ms']:,.1f} ms, {speed}, {row['peak_memory_bytes'] / 1e9:.1f} GB"
 
 
 def read(paths: list[str]) -> list[dict]:
@@ -51,26 +59,22 @@ def read(paths: list[str]) -> list[dict]:
     records = [run_records.read_record(path, "scaling") for path in paths]
     if len(records) < 2:
         raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
-    (first, *others), (first_path, *other_paths) = records, paths
-    if first["world_size"] > 1:
-        given = f"{first_path} is of {first['world_size']} processes and comes first"
-        raise UserError(f"{given}: begin with the record of one")
-    for path, other in zip(other_paths, others):
-        if other["world_size"] == 1:
-            given = f"{path} is of one process, as {first_path} is"
-            raise UserError(f"{given}: after the first come records of several")
+    first = records[0]
+    for path, record in zip(paths, records):
+        if (record["world_size"] > 1) == (record is first):
+            given = f"{path} is of {record['world_size']} processes"
+            raise UserError(f"{given}: name a record of one first, and then those of several")
         for key in ("gpu", "model", "dtype"):
-            ours, theirs = (each["environment"].get(key, each.get(key)) for each in (first, other))
+            ours, theirs = (r["environment"].get(key, r.get(key)) for r in (first, record))
             if ours != theirs:
-                given = f"{key} {theirs} in {path}, not {ours} as in {first_path}"
+                given = f"{key} {theirs} in {path}, not {ours} as in {paths[0]}"
                 raise UserError(f"{given}: compare records that differ in their processes alone")
     return records
 
 
 def measured(record: dict) -> dict[tuple[str, Size], dict]:
     """Return the rows that fitted, by way and size."""
-    fitted = (row for row in record["rows"] if "failure" not in row)
-    return {(row["way"], Size.of(row)): row for row in fitted}
+    return {(row["way"], Size.of(row)): row for row in record["rows"] if "failure" not in row}
 
 
 def of_one_micro_batch(record: dict, way: str) -> list[dict]:
@@ -79,19 +83,17 @@ def of_one_micro_batch(record: dict, way: str) -> list[dict]:
     return [row for (name, size), row in rows if name == way and size.accumulate == 1]
 
 
+def ways_in(record: dict) -> list[str]:
+    return list(dict.fromkeys(row["way"] for row in record["rows"]))
+
+
+def processes_of(record: dict) -> str:
+    return f"{record['world_size']} processes, {record['parallel']}"
+
+
 def exposed_share(row: dict) -> float | None:
     """Return the share of a step in exposed communication; None if it was not measured."""
     return row["exposed_us"] / 1e3 / row["median_ms"] if "exposed_us" in row else None
-
-
-def efficiency(one: dict, row: dict) -> str:
-    """Return a GPU's speed among several as a share of its speed alone, with both spreads."""
-    low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
-    return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
-
-
-def ways_in(record: dict) -> list[str]:
-    return list(dict.fromkeys(row["way"] for row in record["rows"]))
 
 
 def crossover(record: dict, way: str) -> str:
@@ -104,8 +106,7 @@ def crossover(record: dict, way: str) -> str:
     return f"{min(below):,}" if below else f"more than {max(above):,}"
 
 
-def processes_of(record: dict) -> str:
-    return f"{record['world_size']} processes, {record['parallel']}"
+# ---------------------------------------------------------------- tables
 
 
 def reference(record: dict) -> str:
@@ -114,50 +115,57 @@ def reference(record: dict) -> str:
     return WAYS["liger"] if WAYS["liger"] in found else found[0]
 
 
-def cells(row: dict, alone: dict, several: dict, beside: str) -> list[str]:
-    """Return a row of the table, from the `measured` rows of one process and of several.
+def columns(record: dict) -> list[str]:
+    """Return the headings of the record's table."""
+    over = "Liger" if reference(record) == WAYS["liger"] else "first"
+    headers = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one", "sent"]
+    return [*headers, "exposed", f"over {over}"]
 
-    `beside` names the way whose step the last column divides by this row's.
+
+def efficiency(one: dict | None, row: dict) -> str:
+    """Return a GPU's speed among several as a share of its speed alone, with both spreads."""
+    if one is None:
+        return NOT_MEASURED
+    low, high = one["p20_ms"] / row["p80_ms"], one["p80_ms"] / row["p20_ms"]
+    return f"{100 * one['median_ms'] / row['median_ms']:.0f} % ({100 * low:.0f}–{100 * high:.0f})"
+
+
+def cells(row: dict, one: dict | None, other: dict | None) -> list[str]:
+    """Return a row of the table.
+
+    Args:
+        one: the row of one process that has the same way and size, if it fitted.
+        other: the row of the way that the last column divides by this row's, if it fitted.
     """
-    way, size = row["way"], Size.of(row)
-    name = f"{way} {size}"
-    one, other = alone.get((way, size)), several.get((beside, size))
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
         return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
 
+    name = f"{row['way']} {Size.of(row)}"
     speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")
     memory = pair("peak_memory_bytes", 1e9, ".1f")
     if "failure" in row:
         return [name, "too large", speeds[1], NOT_MEASURED, *memory, *[NOT_MEASURED] * 3]
-    share, over = exposed_share(row), NOT_MEASURED
+    share = exposed_share(row)
     exposed = NOT_MEASURED if share is None else f"{row['exposed_us'] / 1e3:,.1f}, {share:.0%}"
-    if other:
-        ratio = f"{other['median_ms'] / row['median_ms']:.2f}×"
+    over = "–" if other is row else NOT_MEASURED
+    if other and other is not row:
         spreads = ((each["p20_ms"], each["p80_ms"]) for each in (row, other))
-        over = "–" if way == beside else "same" if overlap(*spreads) else ratio
-    return [
-        name,
-        *speeds,
-        efficiency(one, row) if one else NOT_MEASURED,
-        *memory,
-        pair("communication_us", 1e3, ",.1f")[0],
-        exposed,
-        over,
-    ]
-
-
-def columns(record: dict) -> list[str]:
-    """Return the headings of the record's table."""
-    liger = WAYS["liger"]
-    return [*HEADERS, f"over {liger if reference(record) == liger else 'first'}"]
+        ratio = f"{other['median_ms'] / row['median_ms']:.2f}×"
+        over = "same" if overlap(*spreads) else ratio
+    sent, _ = pair("communication_us", 1e3, ",.1f")
+    return [name, *speeds, efficiency(one, row), *memory, sent, exposed, over]
 
 
 def body(one: dict, record: dict) -> list[list[str]]:
     """Return the rows of a record of several processes, beside the record of one."""
-    alone, several = measured(one), measured(record)
-    return [cells(row, alone, several, reference(record)) for row in record["rows"]]
+    alone, several, beside = measured(one), measured(record), reference(record)
+    keys = [(row["way"], Size.of(row)) for row in record["rows"]]
+    return [
+        cells(row, alone.get((way, size)), several.get((beside, size)))
+        for row, (way, size) in zip(record["rows"], keys)
+    ]
 
 
 def render(one: dict, *others: dict) -> str:
@@ -180,6 +188,9 @@ def render(one: dict, *others: dict) -> str:
             ),
         ]
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- picture
 
 
 def plot(records: list[dict], path: str) -> None:

@@ -11,9 +11,14 @@ FAULTS = {
     "test_no_part_of_a_rule_could_be_left_out": [
         ("a flag counts as given when it has a default", "            return name in given\n", "            return values[name] is not None and values[name] is not False\n"),
         ("a flag that the script lacks is missing", "holds(other) is False for", "not holds(other) for"),
-        ("one of several conditions is enough", "return all(holds(each)", "return any(holds(each)"),
-        ("every process is taken to be alone", "ONE: n == 1, SEVERAL: n > 1", "ONE: True, SEVERAL: False"),
-        ("no value is read", "is_flag = patterns and", "is_flag = False and"),
-        ("a rule of every flag spares none", "if flag not in spared", "if flag not in rule.others"),
+        ("a rule counts everywhere", "if rule.where and not any(map(holds, rule.where))", "if False"),
+        ("every process is taken to be alone", '"ALONE": n == 1, "SEVERAL": n > 1', '"ALONE": True, "SEVERAL": False'),
+        ("no value is read", " if patterns else flag", " if False else flag"),
+    ],
+    "test_a_command_that_cannot_share_a_step_is_for_one_process[distill --teacher tiny]": [
+        ("several processes start a command for one", '"--parallel" not in self.flags', "False"),
+    ],
+    "test_what_was_a_flag_is_answered_with_its_command[--teacher-next_steps.finetuning.distill --teacher MODEL]": [
+        ("an old flag is unknown", "if flag in COMMANDS", "if False"),
     ],
 }  # fmt: skip

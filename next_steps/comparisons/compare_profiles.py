@@ -1,7 +1,13 @@
-"""What the kernels changed: two profiles of one workload, and what the first one predicted."""
+"""What the kernels changed: two profiles of one workload, and what the first one predicted.
 
-from harness.cli import tables
+python profile_baseline.py --json before.json
+python profile_baseline.py --kernels all --json after.json
+python -m next_steps.comparisons.compare_profiles before.json after.json --plot roofline.png
+"""
+
+from harness.cli import command_line, tables
 from harness.cli.command_line import UserError
+from harness.cli.output_files import check_outputs
 from harness.cli.workload import changes, kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
 from harness.profiling.kernel_facts import FACTS
@@ -95,11 +101,20 @@ def render_comparison(before: dict, after: dict) -> str:
     return "\n".join(lines)
 
 
-def compare(before_path: str, after_path: str, picture: str | None) -> None:
-    """Print the comparison of two recorded profiles, and draw both into one picture."""
+def main() -> None:
+    parser = command_line.Parser(__doc__)
+    for name in ("before", "after"):
+        parser.add_argument(name, metavar=f"{name.upper()}.json", help="a record of the profiler")
+    parser.add_argument("--plot", metavar="FILE.png", help="both rooflines as a picture")
+    args = parser.parse_args()
+    check_outputs(args)
+    paths = args.before, args.after
     known = is_list_of(lambda name: name in [*FACTS])
-    paths = before_path, after_path
     profiles = [records.read_record(path, "profile", kernels=known) for path in paths]
     print(render_comparison(*profiles))
-    if picture:
-        plot(profiles, picture)
+    if args.plot:
+        plot(profiles, args.plot)
+
+
+if __name__ == "__main__":
+    command_line.run_main(main)

@@ -1,8 +1,8 @@
-"""Studies of few bits: what FP8, NF4 and 8-bit moments cost in accuracy.
+"""What FP8, NF4 and 8-bit moments cost in accuracy.
 
-    python -m next_steps.studies.fp8_study accuracy --model DIR --json runs/fp8_accuracy.json
-    python -m next_steps.studies.fp8_study lora --model DIR --json runs/lora_accuracy.json
-    python -m next_steps.studies.fp8_study moments --model DIR --json runs/moments_accuracy.json
+    python -m next_steps.studies.fp8_accuracy accuracy --model DIR --json runs/fp8_accuracy.json
+    python -m next_steps.studies.fp8_accuracy lora --model DIR --json runs/lora_accuracy.json
+    python -m next_steps.studies.fp8_accuracy moments --model DIR --json runs/moments_accuracy.json
 
 accuracy: the same training in bf16 and in FP8, from several seeds.  A seed is an order of the data.
 The runs of a seed see the same batches, so their losses differ by how the products are rounded,
@@ -11,10 +11,8 @@ sequences, with products in bf16.  A run in FP8 also validates with FP8's produc
 come out for each way to train:
 
     difference   validation loss at the end, minus that of bf16 with the same seed
-    more steps   how many more steps the run needs for the same loss.  Its last validation loss is
-                 one that bf16 had so many steps before the end, by a straight line between two
-                 points of bf16's curve.  If bf16 has not reached that loss, no more steps are
-                 needed, and how many fewer is unknown.  If bf16 never was as high, all are.
+    more steps   how many steps before its end bf16 had the run's last loss, by a straight line
+                 between two points of bf16's curve
 
 lora: adapters of rank 16, beside weights that are frozen in bf16, in FP8 and in NF4.  Each point is
 the validation loss of the adapters beside the original weights, in bf16, as --merge adds them up.
@@ -37,53 +35,33 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from harness.cli import command_line, tables
-from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.flags import DTYPES, FP8_ALL, Parser
+from harness.cli.command_line import positive_float, positive_int
+from harness.cli.flags import FP8_ALL, OF_FINETUNING, OF_TRAINING, Parser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS
 from harness.records.run_records import environment_line, write_record
 
-# ---------------------------------------------------------------- accuracy: the runs
+# ---------------------------------------------------------------- the runs
 
 
 class Study(NamedTuple):
     title: str
     header: str  # of the first column
-    as_trained: str | None  # how a run validates too, if not in the model's dtype alone
     ways: dict[str, dict]  # {name: values of flags}; the others are compared with the first
-    common: dict  # values of flags that all ways have
+    as_trained: str | None = None  # how a run validates too, if not in the model's dtype alone
+    lora_rank: int | None = None
 
 
-ROUNDED = {"stochastic_rounding": True}
+IN_FP8, IN_8_BITS, ROUNDED = {"fp8": FP8_ALL}, {"moments": "8bit"}, {"stochastic_rounding": True}
+ADAPTERS = {"bf16": {}, "fp8": IN_FP8, "nf4": {"quantize": "nf4"}}
+MOMENTS = {"bf16": {}, "8bit": IN_8_BITS}
+MOMENTS |= {f"{way}, rounded randomly": values | ROUNDED for way, values in MOMENTS.items()}
 STUDIES = {
-    "accuracy": Study(
-        "FP8",
-        "Products",
-        "with FP8's products",
-        {"bf16": {}, "fp8": {"fp8": FP8_ALL}},
-        {},
-    ),
-    "lora": Study(
-        "LoRA",
-        "Frozen weights",
-        "beside its own frozen weights",
-        {"bf16": {}, "fp8": {"fp8": FP8_ALL}, "nf4": {"quantize": "nf4"}},
-        {"lora_rank": 16},
-    ),
-    "moments": Study(
-        "8-bit moments",
-        "Moments",
-        None,
-        {
-            "bf16": {},
-            "8bit": {"moments": "8bit"},
-            "bf16, rounded randomly": ROUNDED,
-            "8bit, rounded randomly": {"moments": "8bit"} | ROUNDED,
-        },
-        {},
-    ),
+    "accuracy": Study("FP8", "Products", {"bf16": {}, "fp8": IN_FP8}, "with FP8's products"),
+    "lora": Study("LoRA", "Frozen weights", ADAPTERS, "beside its own frozen weights", 16),
+    "moments": Study("8-bit moments", "Moments", MOMENTS),
 }
 LR = 5e-5  # of adapters ten times as much
 POINTS = 10  # of a validation curve, after the one before the first step
@@ -154,7 +132,7 @@ def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[di
 
 
 def measure_accuracy(args: argparse.Namespace) -> dict:
-    """Train every seed in every mode; return the record."""
+    """Train every seed in every way; return the record."""
     from harness.cli.device import HAS_GPU
     from next_steps.patches.fp8_model import require_fp8
 
@@ -166,8 +144,8 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
         print(tables.NO_GPU_NOTE + "\n")
     record = {"kind": "fp8_accuracy", "study": args.study, "seeds": list(range(args.seeds))}
     record |= {"every": every, "runs": []}
-    each = [(seed, way) for seed in record["seeds"] for way in study.ways]
-    flags = vars(args) | study.common | {"given": None}
+    each = list(itertools.product(record["seeds"], study.ways))
+    flags = vars(args) | {"kernels": KERNELS, "lora_rank": study.lora_rank, "given": None}
     given = (flags | study.ways[way] | {"seed": seed} for seed, way in each)
     workloads = [Workload.from_flags(argparse.Namespace(**values), HAS_GPU) for values in given]
     for (seed, way), run in zip(each, train_all(workloads, every, args.jobs)):
@@ -182,27 +160,21 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
     return record
 
 
-# ---------------------------------------------------------------- accuracy: the table
-
-
-def reached(curve: list[float], loss: float, every: int) -> tuple[float, str]:
-    """Return the step at which a falling curve is first at this loss, and how that is known.
-
-    "": it was seen; "<=": the first point is below the loss; ">=": the curve ends above it.
-    """
-    if loss >= curve[0]:
-        return 0.0, "<=" if loss > curve[0] else ""
-    for i, (before, after) in enumerate(itertools.pairwise(curve)):
-        if after <= loss:
-            return every * (i + (before - loss) / (before - after)), ""
-    return float(every * (len(curve) - 1)), ">="
+# ---------------------------------------------------------------- the table
 
 
 def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[float, str]:
-    """Return how many more steps than the reference a run needs for the same loss, and the word."""
-    step, known = reached(reference, curve[-1], every)
-    last = every * (len(reference) - 1)
-    return last - step, {"": "", ">=": "<=", "<=": ">="}[known]
+    """Return how many more steps than the reference a run needs for its last loss, and a word.
+
+    "": the reference was at that loss; "<=": it has not reached it; ">=": it never was as high.
+    """
+    loss, last = curve[-1], float(every * (len(reference) - 1))
+    if loss >= reference[0]:
+        return last, ">=" if loss > reference[0] else ""
+    for i, (before, after) in enumerate(itertools.pairwise(reference)):
+        if after <= loss:  # the first time, on a straight line between the two
+            return last - every * (i + (before - loss) / (before - after)), ""
+    return 0.0, "<="
 
 
 def row_of(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
@@ -222,19 +194,16 @@ def row_of(way: str, found: list[dict], references: list[dict], every: int) -> l
 
 def line_as_trained(way: str, found: list[dict], references: list[dict], how: str) -> str:
     """Say how far a way's losses are from the first way's if it validates as it trains."""
+    curves = [(run["curve_as_trained"], other["curve"]) for other, run in zip(references, found)]
     before, after = (
-        statistics.mean(
-            run["curve_as_trained"][at] - other["curve"][at]
-            for other, run in zip(references, found)
-        )
-        for at in (0, -1)
+        statistics.mean(own[at] - other[at] for own, other in curves) for at in (0, -1)
     )
     return (
         f"{way}, validated {how}: {before:+.4f} before the first step, {after:+.4f} after the last"
     )
 
 
-def render_accuracy(record: dict) -> str:
+def render(record: dict) -> str:
     """Return everything that is printed at the end."""
     study, runs = STUDIES[record["study"]], {}
     for run in record["runs"]:
@@ -270,34 +239,27 @@ def render_accuracy(record: dict) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(__doc__)
+    shared = "--json", "--data", "--batch-size", "--seq-len", "--dtype"
+    table = {flag: OF_TRAINING[flag] for flag in shared} | {"--steps": OF_FINETUNING["--steps"]}
+    parser = Parser(__doc__, table)
+    parser.set_defaults(batch_size=4, steps=200)
     add = parser.add_argument
     add("study", choices=STUDIES, help="what to measure")
-    add("--json", metavar="FILE", help="write the measurements as a JSON record")
-    add("--model", metavar="ID|DIR|tiny", help="needed: a model with trained weights")
-    add("--data", default="stdlib", metavar="stdlib|FILE", help="as in every script")
-    add("--batch-size", type=positive_int, default=4, help="default: %(default)s")
-    add("--seq-len", type=positive_int, help="tokens per sequence (default: 512; 64 without a GPU)")
-    add("--dtype", choices=DTYPES, help="of what is not FP8 (default: bf16; fp32 without a GPU)")
-    add("--steps", type=positive_int, default=200, help="of each run (default: %(default)s)")
+    add("--model", metavar="ID|DIR|tiny", required=True, help="a model with trained weights")
     of_adapters = f"default: {LR:g}, of adapters {10 * LR:g}"
     add("--lr", type=positive_float, help=f"learning rate ({of_adapters})")
     add("--seeds", type=positive_int, default=5, metavar="N", help="default: %(default)s")
     add("--jobs", type=positive_int, default=1, metavar="N", help="runs at a time (default: 1)")
     args = parser.parse_args()
-    if args.lr is None:
-        args.lr = LR * (10 if args.study == "lora" else 1)
-    if args.model is None:
-        raise UserError(f"{args.study} needs trained weights: name a model with --model, ID or DIR")
+    args.lr = args.lr or LR * (10 if args.study == "lora" else 1)
     return args
 
 
 def main() -> None:
     args = parse_args()
-    args.kernels = KERNELS
     check_outputs(args)
     record = measure_accuracy(args)
-    print(render_accuracy(record))
+    print(render(record))
     write_record(args.json, record)
 
 

@@ -1,6 +1,6 @@
-"""Faults in distill.py, as tests/mutation_test.py plants them."""
+"""Faults in distillation.py, as tests/mutation_test.py plants them."""
 
-SOURCE = "next_steps.finetuning.distill"
+SOURCE = "next_steps.finetuning.distillation"
 TESTS = "tests.distill_test"  # where a test is looked for whose file is not named
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
