@@ -8,7 +8,7 @@ Ours runs against PyTorch as Hugging Face calls it, PyTorch's own operator, torc
 other libraries where they are installed.  All get the same inputs in the same dtype in the same
 run.  All are timed in the same way.  Every result is compared with float64 before any timing.
 
-    harness/benchmark/benchmark_specs.py             sizes, and the work behind each limit
+    harness/benchmark/benchmark_specs.py             sizes, and the launches behind each limit
     harness/benchmark/benchmarking.py                how one is called, judged and timed
     next_steps/comparisons/benchmark_runs.py         sizes, their flags, the record
     next_steps/comparisons/benchmark_problems.py     inputs, and the exact results
@@ -88,7 +88,7 @@ def benchmark(
     from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
 
     spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]
-    per_element = spec.work * (dtype.itemsize if spec.rate is specs.BANDWIDTH else 1) + spec.beside
+    per_element = spec.per_element(dtype.itemsize)
     peers, absent = find_peers(kernel)
     compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
     rows = []

@@ -8,13 +8,12 @@ several times on the same inputs and compares the bits.  Exit code 0: the kernel
 right, and give the same bits each time.  Exit code 1: they do not, and the script says what to do.
 """
 
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import RunError
 from harness.records import run_records
 
-EPS = 1e-5
 ON_CPU = "on the CPU through Triton's interpreter (no CUDA GPU found)"
 # what a failed launch says: what to do about it; the first match wins
 REMEDIES = {
@@ -42,51 +41,21 @@ def gpu_remedy() -> str:
     )
 
 
-def output_and_gradients(function: Callable, tensors: Sequence, last: object) -> list:
-    """Return [function(*inputs, last), gradient of each input]; `tensors`: inputs, then dy."""
-    import torch
-
-    *inputs, dy = (t.detach().requires_grad_() for t in tensors)
-    output = function(*inputs, last)
-    return [output, *torch.autograd.grad(output, inputs, dy.to(output.dtype))]
-
-
 def check_kernels() -> list:
     """Launch both kernels and return a `Check` of each result, against twice eager's error."""
     import torch
 
-    from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-    from harness.benchmark.checking import DEVICE, DTYPE_NAME, compare
-    from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+    from harness.benchmark.checking import DTYPE_NAME
+    from subjects import cross_entropy, rmsnorm
+    from subjects.subject import checks
 
-    torch.manual_seed(0)
-    shapes = (8, 256), (256,), (8, 256), (8, 1000)
-    x, weight, dy, logits = (torch.randn(s, dtype=torch.float32, device=DEVICE) for s in shapes)
-    targets = torch.randint(1000, (8,), device=DEVICE)
-
-    def eager_loss(logits, targets):
-        at_least_fp32 = torch.promote_types(logits.dtype, torch.float32)
-        return cross_entropy_reference(logits.to(at_least_fp32), targets)
-
-    of_norm = ["RMSNorm y", "RMSNorm dx", "RMSNorm dw"]
-    of_loss = ["cross-entropy loss", "cross-entropy dlogits"]
-    one = torch.ones((), dtype=torch.float32, device=DEVICE)
-    cases = [  # names of the results, ours, eager, tensors, the last argument
-        (of_norm, TritonRMSNormFunction.apply, rmsnorm_reference, [x, weight, dy], EPS),
-        (of_loss, TritonCrossEntropyLoss(), eager_loss, [logits, one], targets),
+    sizes = (rmsnorm.NORM, 256), (cross_entropy.MEAN, 1000)
+    return [
+        replace(check, name=f"{check.name}, {DTYPE_NAME[dtype]}")
+        for dtype in (torch.float32, torch.bfloat16)
+        for subject, size in sizes
+        for check in checks(subject, *subject.make((8,), size, dtype))
     ]
-    checks = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for names, ours, eager, tensors, last in cases:
-            rounded = [t.to(dtype) for t in tensors]
-            results = zip(
-                output_and_gradients(ours, rounded, last),
-                output_and_gradients(eager, [t.double() for t in rounded], last),
-                output_and_gradients(eager, rounded, last),
-            )
-            for name, result in zip(names, results):
-                checks.append(compare(f"{name}, {DTYPE_NAME[dtype]}", *result, dtype))
-    return checks
 
 
 def repeat_kernels() -> tuple[str, list[str]]:

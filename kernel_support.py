@@ -116,13 +116,9 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Refuse what holds no memory of its own with an element at each address.
+    """Refuse what holds no memory of its own with an element at each address, or other dtypes.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
-
-    Raises:
-        TypeError: t is no tensor, a wrapper of tensors, sparse, or of none of the dtypes, if given;
-            or as a HeldNegatedError: t's memory holds the negated numbers.
     """
     if type(t) not in PLAIN:
         given = f"{name} is a {type(t).__name__}"
@@ -168,13 +164,7 @@ def takes_negated(*written: str) -> Callable:
 
 
 def number(name: str, value, kind: type) -> int | float:
-    """Return a number as Python's int or float, which a kernel and torch.compile can take.
-
-    It may be NumPy's or a tensor of one, as in PyTorch; for one on a GPU the host waits.
-
-    Raises:
-        TypeError: it is none of these, or kind is int and it is not whole.
-    """
+    """Return a number, which may be NumPy's or a tensor of one, as Python's int or float."""
     if type(value) is kind:
         return value
     plain = value.item() if isinstance(value, (np.generic, torch.Tensor)) else value
@@ -219,10 +209,6 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
     """Refuse to write over tensors unless each is a contiguous result that shares no memory.
 
     A leaf's gradient would lie in the leaf's own memory.
-
-    Raises:
-        ValueError: a tensor is a leaf that requires a gradient, is not contiguous, or shares
-            memory with another one of them.
     """
     compiling = torch.compiler.is_compiling()  # the compiler does not know whose view a tensor is
     seen = []  # (owner of the memory, tensor) of each tensor so far
@@ -240,15 +226,8 @@ def refuse_to_overwrite(**tensors: torch.Tensor) -> None:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """Call it first in a backward: autograd is on there only under create_graph=True.
-
-    `once_differentiable` would let the second derivative vanish without a word where the incoming
-    gradient itself needs no gradient.
-
-    Raises:
-        RuntimeError: create_graph=True asks for the derivative of this backward.
-    """
-    if torch.is_grad_enabled():
+    """Refuse, first in a backward, what `once_differentiable` may let vanish without a word."""
+    if torch.is_grad_enabled():  # in a backward only under create_graph=True
         raise RuntimeError(f"{name} has no second derivative, which create_graph=True asks for.")
 
 
@@ -392,10 +371,7 @@ def operator(
 
 
 def round_to_bf16(x: np.ndarray) -> np.ndarray:
-    """Return the bits (uint16) of fp32 x, rounded to nearest even in bf16.
-
-    A number beyond the range of bf16 becomes infinity; NaN stays NaN.
-    """
+    """Return the bits (uint16) of fp32 x, rounded to nearest even in bf16; NaN stays NaN."""
     bits = x.view(np.uint32)
     # The sum carries into the upper bits from the middle on; at a tie, only if they are odd.
     halfway = 0x7FFF + ((bits >> 16) & 1)
@@ -475,10 +451,7 @@ if INTERPRETED:
         return [value for value in function.__globals__.values() if value is tl or value is tl.core]
 
     def patch_language(function):
-        """Do what the interpreter does, but once in a launch.
-
-        It does so again at every call of tl.sum and its like: a third of the interpreter's time.
-        """
+        """Do what the interpreter does, but not at each tl.sum too: a third of its time."""
         if all(language.static_print is print for language in languages(function)):
             return _nothing_to_restore()
         return _patch_lang(function)

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
     SwiGLULinearFunction,
@@ -14,7 +13,7 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from subjects.subject import PADDED_WIDTHS, Subject, bad_call
+from subjects.subject import PADDED_WIDTHS, Subject, bad_call, chosen, normals
 
 EPS = 1e-5
 SIZE = 24, 40  # H, I
@@ -66,11 +65,7 @@ def drawn(rows, size, dtype, seed):
     in).
     """
     H, I = size
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, mean=0.0, scale=1.0):
-        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
-
+    normal = normals(seed, dtype, H * I)
     return {
         "x": normal(*rows, H, mean=0.5, scale=1.5),
         "norm_weight": normal(H, mean=0.5),
@@ -95,21 +90,9 @@ def make_norm(rows, size, dtype, seed=0):
     return inputs, {"residual": t["dx"], "gate": t["dgate"], "up": t["dup"][..., :half].clone()}
 
 
-def make_swiglu(rows, size, dtype, seed=0):
-    t = drawn(rows, size, dtype, seed)
-    return {name: t[name] for name in ("gate", "up", "w_down")}, {"out": t["dx"]}
-
-
-def make_mlp(rows, size, dtype, seed=0):
-    t = drawn(rows, size, dtype, seed)
-    return {name: t[name] for name in ("x", "w_gate", "w_up", "w_down")}, {"out": t["dx"]}
-
-
-def make_layer(rows, size, dtype, seed=0):
-    t = drawn(rows, size, dtype, seed)
-    return {name: t[name] for name in ("x", "norm_weight", "w_gate", "w_up", "w_down")}, {
-        "out": t["dx"]
-    }
+make_swiglu = chosen(drawn, ("gate", "up", "w_down"), {"out": "dx"})
+make_mlp = chosen(drawn, ("x", "w_gate", "w_up", "w_down"), {"out": "dx"})
+make_layer = chosen(drawn, ("x", "norm_weight", "w_gate", "w_up", "w_down"), {"out": "dx"})
 
 
 def wrong_norm_gradients(inputs, douts, right):

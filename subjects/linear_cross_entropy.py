@@ -14,7 +14,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
     linear_cross_entropy_forward,
     linear_cross_entropy_reference,
 )
-from subjects.subject import Subject, bad_inputs, generator_of, of_rows, refused_tensors
+from subjects.subject import Subject, bad_inputs, generator_of, normals, of_rows, refused_tensors
 
 CHUNK = 4  # rows: most tests have several chunks
 
@@ -40,6 +40,16 @@ def make(rows, size, dtype, seed=0, ignore_index=-100):
         "targets": targets.to(DEVICE),
     }
     return inputs, {"loss": upstream.to(DEVICE)}
+
+
+def make_plain(rows, size, dtype, seed=0):
+    """Return what a benchmark takes: logits would be near 1, and all targets count."""
+    H, V = size
+    normal = normals(seed, dtype, V * H)
+    weight = normal(V, H, scale=H**-0.5)
+    targets = torch.randint(V, rows, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    inputs = {"hidden": normal(*rows, H), "weight": weight, "targets": targets}
+    return inputs, {"loss": torch.ones((), device=DEVICE)}
 
 
 def reference(reduction):
@@ -136,6 +146,7 @@ FORWARD = Subject(
     reference=reference("mean"),
     eager=eager("mean"),
     make=make,
+    make_plain=make_plain,
     differentiable=("hidden", "weight"),
     split=rows_of_targets_and_others,
     wrong_answers=wrong_answers,
@@ -170,6 +181,7 @@ ROWS = replace(
     reference=reference("none"),
     eager=eager("none"),
     make=of_rows(make),
+    make_plain=of_rows(make_plain),
     fixed_outputs={"loss": "is a view and is being modified inplace"},
     exact_again=True,
 )

@@ -5,7 +5,7 @@ import math
 import torch
 
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.benchmark.checking import HAS_GPU
 from next_steps.layers import lora_swiglu as kernels_of_both
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
@@ -30,7 +30,7 @@ from subjects.fused_layer import (
     SIZE,
     refused,
 )
-from subjects.subject import Subject, bad_call
+from subjects.subject import Subject, bad_call, chosen, normals
 
 RANKS = 3, 2
 SCALES = 2.0, 0.75
@@ -94,20 +94,16 @@ def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
     return lora_linear_reference(y, *of_down, scale=THREE_SCALES[2])
 
 
-def drawn(rows, size, dtype, seed):
+def drawn(rows, size, dtype, seed, rank_of_down=RANKS[0]):
     """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in),
     of the adapters (rank, in) and (out, rank), biases (out,).  `up` is half as wide as gate.
     """
     H, I = size
     half = -(-I // 2)
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape, mean=0.0, scale=1.0):
-        return (mean + scale * torch.randn(shape, generator=generator)).to(DEVICE, dtype)
-
+    normal = normals(seed, dtype, H * I)
     t = {"x": normal(*rows, H, mean=0.5, scale=1.5), "norm_weight": normal(H, mean=0.5)}
     widths = {"gate": (H, I), "up": (H, half), "down": (I, H)}
-    for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, RANKS[0])):
+    for (name, (width_in, width_out)), rank in zip(widths.items(), (*RANKS, rank_of_down)):
         t[f"w_{name}"] = normal(width_out, width_in, scale=width_in**-0.5)
         t[f"a_{name}"] = normal(rank, width_in, scale=width_in**-0.5)
         t[f"b_{name}"] = normal(width_out, rank, scale=rank**-0.5)
@@ -120,23 +116,11 @@ def drawn(rows, size, dtype, seed):
     }
 
 
-def maker(inputs, outputs):
-    """A record's `make`, of these inputs and of the gradients of these outputs."""
-
-    def make(rows, size, dtype, seed=0):
-        t = drawn(rows, size, dtype, seed)
-        return {name: t[name] for name in inputs}, {name: t[f"d{name}"] for name in outputs}
-
-    return make
-
-
-def make_both(rows, size, dtype, seed=0):
+def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS, rank_of_down=RANKS[0]):
     """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
-    t = drawn(rows, size, dtype, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    shapes = {"h": (math.prod(rows), sum(BOTH_RANKS)), "b_gate": (size[1], BOTH_RANKS[0])}
-    for name, shape in (shapes | {"b_up": (size[1], BOTH_RANKS[1])}).items():
-        t[name] = torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    t, normal = drawn(rows, size, dtype, seed, rank_of_down), normals(seed + 1, dtype)
+    shapes = (math.prod(rows), sum(ranks)), *((size[1], rank) for rank in ranks)
+    t |= zip(("h", "b_gate", "b_up"), (normal(*shape) for shape in shapes))
     return {name: t[name] for name in BOTH_INPUTS}, {"down": t["ddown"]}
 
 
@@ -148,9 +132,10 @@ OF_GATE, OF_UP, OF_DOWN = (
 LORA_INPUTS = "x", *OF_GATE, *OF_UP
 NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up", "bias_up"
 SWIGLU_INPUTS = "gate", "up", *OF_DOWN
-make_lora = maker(LORA_INPUTS, ("gate", "up"))
-make_norm = maker(NORM_INPUTS, ("residual", "gate", "up"))
-make_swiglu = maker(SWIGLU_INPUTS, ("down",))
+OF_BOTH = {"gate": "dgate", "up": "dup"}
+make_lora = chosen(drawn, LORA_INPUTS, OF_BOTH)
+make_norm = chosen(drawn, NORM_INPUTS, {"residual": "dresidual"} | OF_BOTH)
+make_swiglu = chosen(drawn, SWIGLU_INPUTS, {"down": "ddown"})
 
 
 def wrong_lora_gradients(inputs, douts, right):

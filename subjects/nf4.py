@@ -72,47 +72,27 @@ def bad_input():
     inputs, _ = make((2,), (4, 64), torch.float32)
     x, *nf4 = inputs.values()
     nf4 = NF4(*nf4)
-    rows = {
-        "x is float64": ({"x": x.double()}, TypeError, "the weight is wanted in torch.float64"),
-        "codes are int32": (
-            {"codes": nf4.codes.int()},
-            TypeError,
-            "codes is torch.int32, expected torch.uint8",
-        ),
-        "too few absmax codes": (
-            {"absmax_codes": nf4.absmax_codes[1:]},
-            ValueError,
-            r"absmax_codes has shape \(3,\), expected \(4,\)",
-        ),
-        "scales in bf16": (
-            {"absmax_scales": nf4.absmax_scales.bfloat16()},
-            TypeError,
-            "absmax_scales is torch.bfloat16, expected torch.float32",
-        ),
-        "one table": (
-            {"tables": nf4.tables[:16]},
-            ValueError,
-            r"tables has shape \(16,\), expected \(272,\)",
-        ),
-        "a mean of no dimension": (
-            {"absmax_mean": nf4.absmax_mean[0]},
-            ValueError,
-            r"absmax_mean has shape \(\), expected \(1,\)",
-        ),
-        "another shape": (
-            {"x": x[:, :60]},
-            ValueError,
-            r"shape is \(4, 60\) and codes holds 256 numbers, expected as many",
-        ),
-        "without memory": (
-            {name: t.to("meta") for name, t in inputs.items()},
-            ValueError,
-            "codes is on meta, expected a GPU",
-        ),
-    }
+
+    def bad(error, sentence, **changed):
+        return bad_call(inputs, error, sentence, **changed)
+
+    in_bf16 = nf4.absmax_scales.bfloat16()
+    too_few = r"absmax_codes has shape \(3,\), expected \(4,\)"
+    dtype = "absmax_scales is torch.bfloat16, expected torch.float32"
+    one_table = r"tables has shape \(16,\), expected \(272,\)"
+    mean = r"absmax_mean has shape \(\), expected \(1,\)"
+    shape = r"shape is \(4, 60\) and codes holds 256 numbers, expected as many"
+    nowhere = {name: t.to("meta") for name, t in inputs.items()}
+    integers = "codes is torch.int32, expected torch.uint8"
     return {
-        name: bad_call(inputs, error, sentence, **changed)
-        for name, (changed, error, sentence) in rows.items()
+        "x is float64": bad(TypeError, "the weight is wanted in torch.float64", x=x.double()),
+        "codes are int32": bad(TypeError, integers, codes=nf4.codes.int()),
+        "too few absmax codes": bad(ValueError, too_few, absmax_codes=nf4.absmax_codes[1:]),
+        "scales in bf16": bad(TypeError, dtype, absmax_scales=in_bf16),
+        "one table": bad(ValueError, one_table, tables=nf4.tables[:16]),
+        "a mean of no dimension": bad(ValueError, mean, absmax_mean=nf4.absmax_mean[0]),
+        "another shape": bad(ValueError, shape, x=x[:, :60]),
+        "without memory": bad(ValueError, "codes is on meta, expected a GPU", **nowhere),
     }
 
 

@@ -1,5 +1,6 @@
 """Qwen3's RMSNorm of each head of q and k, and RoPE of what it gives."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,7 +9,7 @@ from harness.benchmark.checking import DEVICE
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction, qk_norm_rope_reference
 from subjects import rope
-from subjects.subject import Subject, bad_call, refused_tensors
+from subjects.subject import Subject, bad_call, normals, refused_tensors
 
 EPS = 1e-6  # Qwen3's rms_norm_eps
 
@@ -16,15 +17,10 @@ EPS = 1e-6  # Qwen3's rms_norm_eps
 def make(rows, size, dtype, seed=0, weight_dtype=None, **options):
     """RoPE's inputs, and weights of both signs and far from 1, one for q and another for k."""
     inputs, douts = rope.make(rows, size, dtype, seed, **options)
-    generator = torch.Generator().manual_seed(seed + 1)
-    weights = {
-        f"{name}_weight": (mean + torch.randn(size[-1], generator=generator)).to(
-            DEVICE, weight_dtype or dtype
-        )
-        for name, mean in (("q", 0.5), ("k", -1.0))
-    }
-    q_and_k, angles = list(inputs.items())[:2], list(inputs.items())[2:]
-    return dict(q_and_k) | weights | dict(angles), douts
+    normal = normals(seed + 1, weight_dtype or dtype)
+    q, k, cos, sin = inputs.values()
+    weights = {"q_weight": normal(size[-1], mean=0.5), "k_weight": normal(size[-1], mean=-1.0)}
+    return {"q": q, "k": k, **weights, "cos": cos, "sin": sin}, douts
 
 
 def function(q, k, q_weight, k_weight, cos, sin, eps=EPS):
@@ -90,63 +86,44 @@ def wrong_answers(inputs, douts, right):
 
 
 def bad_input():
+    """RoPE's, with weights as long as q's heads, and bad weights."""
     x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    calls = {}
+    for name, call in rope.bad_shapes().items():
+        q, k, *angles = call.inputs
+        weight = a.new_ones(q.shape[-1])
+        calls[name] = replace(call, inputs=(q, k, weight, weight, *angles))
     inputs = {"q": x, "k": x, "q_weight": a[0, 0], "k_weight": a[0, 0], "cos": a, "sin": a}
-    wide = x.repeat(1, 1, 1, 257)
-    wide_weights = {"q_weight": wide[0, 0, 0], "k_weight": wide[0, 0, 0]}
-    odd_weights = {"q_weight": a[0, 0, :15], "k_weight": a[0, 0, :15]}
-    heads = r"expected \(2, (4|k_heads), 3, 16\)"
-    table = r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): index it with"
-    rows = {
-        "q is 3-D": ({"q": x[0]}, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
-        "q of an odd D": (
-            {"q": x[..., :15], "k": x[..., :15], **odd_weights},
-            r"q has shape \(2, 4, 3, 15\), .* even D from 2 to 4,096",
-        ),
-        "q of a large D": ({"q": wide, "k": wide, **wide_weights}, "even D from 2 to 4,096"),
-        "k of another T": ({"k": x[:, :, :2]}, rf"k has shape \(2, 4, 2, 16\), {heads}"),
-        "k of another D": ({"k": x[..., :8]}, rf"k has shape \(2, 4, 3, 8\), {heads}"),
-        "k of another batch": ({"k": x[:1]}, rf"k has shape \(1, 4, 3, 16\), {heads}"),
-        "q_weight of all heads": (
-            {"q_weight": x[0, :, 0]},
-            r"q_weight has shape \(4, 16\), expected \(16,\)",
-        ),
-        "k_weight of another D": (
-            {"k_weight": a[0, 0, :8]},
-            r"k_weight has shape \(8,\), expected \(16,\)",
-        ),
-        "cos is a long table": ({"cos": a.repeat(1, 3, 1)[0]}, f"cos has shape {table}"),
-        "cos is unsqueezed": ({"cos": a[:, None]}, r"cos has shape \(2, 1, 3, 16\), expected"),
-        "sin of half of D": ({"sin": a[..., :8]}, r"sin has shape \(2, 3, 8\), expected"),
+    of_all_heads = r"q_weight has shape \(4, 16\), expected \(16,\)"
+    short = r"k_weight has shape \(8,\), expected \(16,\)"
+    return calls | {
+        "q_weight of all heads": bad_call(inputs, ValueError, of_all_heads, q_weight=x[0, :, 0]),
+        "k_weight of another D": bad_call(inputs, ValueError, short, k_weight=a[0, 0, :8]),
+        **refused_tensors(inputs),
     }
-    calls = {
-        name: bad_call(inputs, ValueError, said, **changed)
-        for name, (changed, said) in rows.items()
-    }
-    return calls | refused_tensors(inputs)
 
 
-SUBJECTS = (
-    Subject(
-        name="qk_norm_rope",
-        kernels=(qk_norm_rope_kernel,),
-        function=function,
-        reference=reference,
-        eager=eager,
-        make=make,
-        differentiable=("q", "k", "q_weight", "k_weight"),
-        wrong_answers=wrong_answers,
-        size=rope.SIZE,
-        ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
-        + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
-        large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
-        **rope.OF_HEADS,
-        saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
-        in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
-        workspace=lambda inputs: 2**21,  # the partial sums of dw
-        bad_input=bad_input,
-        exempt={
-            "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
-        },
-    ),
+QK_NORM_ROPE = Subject(
+    name="qk_norm_rope",
+    kernels=(qk_norm_rope_kernel,),
+    function=function,
+    reference=reference,
+    eager=eager,
+    make=make,
+    make_plain=partial(make, shared=True),
+    differentiable=("q", "k", "q_weight", "k_weight"),
+    wrong_answers=wrong_answers,
+    size=rope.SIZE,
+    ragged_sizes=tuple((*heads, 12) for heads in rope.HEADS_OF_ANY_NUMBER)
+    + tuple((3, 2, D) for D in (2, 4, 6, 32, 64, 80, 96, 126, 130)),
+    large_sizes=((32, 8, 128), (17, 5, 256), (3, 9, 1024), (3, 1, 4096)),
+    **rope.OF_HEADS,
+    saved=("q", "k", "q_weight", "k_weight", "cos", "sin"),
+    in_a_graph=partial(rope.of_packed_heads, weights=("q_weight", "k_weight")),
+    workspace=lambda inputs: 2**21,  # the partial sums of dw
+    bad_input=bad_input,
+    exempt={
+        "one_to_four_dimensions": "q and k have four; the angles' are qk_norm_rope_test's",
+    },
 )
+SUBJECTS = (QK_NORM_ROPE,)

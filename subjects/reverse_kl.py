@@ -1,5 +1,6 @@
 """Reverse KL: the gradient in the forward (batchmean), or in the backward (rows' losses)."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import reverse_kl_kernel
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
-from subjects.subject import PADDED_WIDTHS, Subject, bad_inputs, of_rows, refused_tensors
+from subjects.subject import PADDED_WIDTHS, Subject, bad_inputs, normals, of_rows, refused_tensors
 
 INF = float("inf")
 TEMPERATURE = 0.7
@@ -34,6 +35,14 @@ def make(rows, V, dtype, seed=0, offset=0.0):
         "teacher_logits": teacher.to(DEVICE, dtype),
     }
     return inputs | {"mask": mask.to(DEVICE)}, {"loss": upstream.to(DEVICE)}
+
+
+def make_plain(rows, V, dtype, seed=0):
+    """Return what a benchmark takes: no mask, and a student that knows something."""
+    normal = normals(seed, dtype, math.prod(rows) * V)
+    student = normal(*rows, V, scale=3.0)
+    inputs = {"student_logits": student, "teacher_logits": student + normal(*rows, V)}
+    return inputs, {"loss": torch.ones((), device=DEVICE)}
 
 
 def reference(**options):
@@ -154,6 +163,7 @@ MEAN = Subject(
     eager=eager(),
     eagers=many_times(),
     make=make,
+    make_plain=make_plain,
     differentiable=("student_logits",),
     split=most_probable_and_others,
     wrong_answers=wrong_answers_at(),
@@ -190,6 +200,7 @@ SUBJECTS = (
         eager=eager(**HOT),
         eagers=many_times(**HOT),
         make=of_rows(make),
+        make_plain=of_rows(make_plain),
         saved_bytes=bytes_of_statistics,
         exact_again=True,
         exact_compiled=True,

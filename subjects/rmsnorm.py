@@ -1,5 +1,6 @@
 """RMSNorm, with a weight and without."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +9,7 @@ import torch
 import rmsnorm_kernel
 from harness.benchmark.checking import DEVICE
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
-from subjects.subject import BadInput, Subject, refused_tensors
+from subjects.subject import BadInput, Subject, normals, refused_tensors
 
 EPS = 1e-5
 
@@ -17,13 +18,12 @@ def make(rows, H, dtype, seed=0, weight_dtype=None):
     """x with a mean, weights of both signs and far from 1, and a gradient for y that is not
     constant.
     """
-    generator = torch.Generator().manual_seed(seed)
-    x = 0.5 + 1.5 * torch.randn((*rows, H), generator=generator)
-    weight = 0.5 + torch.randn(H, generator=generator)
-    dy = 0.25 + torch.randn((*rows, H), generator=generator)
     weight_dtype = weight_dtype or dtype
-    inputs = {"x": x.to(DEVICE, dtype), "weight": weight.to(DEVICE, weight_dtype)}
-    return inputs, {"y": dy.to(DEVICE, torch.promote_types(dtype, weight_dtype))}
+    normal = normals(seed, dtype, math.prod(rows) * H)
+    x = normal(*rows, H, mean=0.5, scale=1.5)
+    weight = normal(H, mean=0.5, dtype=weight_dtype)
+    dy = normal(*rows, H, mean=0.25, dtype=torch.promote_types(dtype, weight_dtype))
+    return {"x": x, "weight": weight}, {"y": dy}
 
 
 def make_without_weight(*arguments, **options):

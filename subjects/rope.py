@@ -1,6 +1,7 @@
 """RoPE of queries and keys at once, by angles that belong to tokens."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE, HAS_GPU
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.rope_kernel import TritonRoPEFunction, rope_reference
-from subjects.subject import BadInput, Subject, as_tuple, refused_tensors
+from subjects.subject import BadInput, Subject, as_tuple, normals, refused_tensors
 
 SIZE = 4, 2, 16  # query heads, key heads, D
 # qkv has 1,040, 1,344 and 1,056 columns.  The compiler leaves gaps between rows of more than 1,024
@@ -31,24 +32,16 @@ def make(rows, size, dtype, seed=0, angle_dtype=None, shared=False):
     """
     B, T = batch_and_tokens(rows)
     n_q_heads, n_k_heads, D = size
-    generator = torch.Generator().manual_seed(seed)
+    normal = normals(seed, dtype, B * T * n_q_heads * D)
 
     def heads(n_heads, mean):
-        x = mean + torch.randn((B, T, n_heads, D), generator=generator)
-        return x.to(DEVICE, dtype).transpose(1, 2)
+        return normal(B, T, n_heads, D, mean=mean).transpose(1, 2)
 
-    def angles():
-        return torch.randn((1 if shared else B, T, D), generator=generator).to(
-            DEVICE, angle_dtype or dtype
-        )
-
-    inputs = {
-        "q": heads(n_q_heads, 0.5),
-        "k": heads(n_k_heads, -0.5),
-        "cos": angles(),
-        "sin": angles(),
-    }
-    return inputs, {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
+    q, k = heads(n_q_heads, 0.5), heads(n_k_heads, -0.5)
+    of_angles = 1 if shared else B, T, D
+    cos, sin = (normal(*of_angles, dtype=angle_dtype or dtype) for _ in range(2))
+    douts = {"q_rot": heads(n_q_heads, 0.25), "k_rot": heads(n_k_heads, 0.25)}
+    return {"q": q, "k": k, "cos": cos, "sin": sin}, douts
 
 
 def eager(q, k, cos, sin):
@@ -131,21 +124,14 @@ HEADS = {
 ANGLES = {"part of a longer table": part_of_a_table}
 
 
-def bad_input():
+def bad_shapes():
+    """Of every function of q, k, cos and sin."""
     x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
     expected = r"expected \(2, 3, 16\)"
     heads = r"expected \(2, (4|k_heads), 3, 16\)"
     table = (
         r"\(9, 16\), expected \(2, 3, 16\), \(1, 3, 16\) or \(3, 16\): "
         "index it with position_ids first"
-    )
-    neighbours = (
-        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
-        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
-    )
-    partial = (
-        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
-        r"for which pass q\[..., :12\]"
     )
     rows = {
         "q is 3-D": (x[0], x, a, a, r"q has shape \(4, 3, 16\), expected \(B, heads, T, D\)"),
@@ -163,8 +149,6 @@ def bad_input():
         "k of another batch": (x, x[:1], a, a, rf"k has shape \(1, 4, 3, 16\), {heads}"),
         "cos is a long table": (x, x, a.repeat(1, 3, 1)[0], a, rf"cos has shape {table}"),
         "cos is 0-D": (x, x, a.sum(), a, rf"cos has shape \(\), {expected}"),
-        "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], neighbours),
-        "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], partial),
         "cos is unsqueezed": (x, x, a[:, None], a, rf"cos has shape \(2, 1, 3, 16\), {expected}"),
         "cos of another T": (x, x, a[:, :1], a, rf"cos has shape \(2, 1, 16\), {expected}"),
         "sin of half of D": (x, x, a, a[..., :8], rf"sin has shape \(2, 3, 8\), {expected}"),
@@ -176,8 +160,25 @@ def bad_input():
             rf"sin has shape \(4, 3, 16\), {expected}",
         ),
     }
+    return {name: BadInput(tensors, ValueError, said) for name, (*tensors, said) in rows.items()}
+
+
+def bad_input():
+    x, a = torch.ones(2, 4, 3, 16, device=DEVICE), torch.ones(2, 3, 16, device=DEVICE)
+    neighbours = (
+        r"cos has shape \(2, 3, 8\), .* if these are neighbours, as in GPT-J, no kernel is here; "
+        r"if they are q\[j\] and q\[j \+ 8\], pass torch.cat\(\(cos, cos\), -1\)"
+    )
+    part = (
+        r"cos has shape \(2, 3, 12\), .*: 12 of 16 columns are a partial rotation, "
+        r"for which pass q\[..., :12\]"
+    )
+    rows = {
+        "cos of pairs of neighbours": (x, x, a[..., :8], a[..., :8], neighbours),
+        "cos of a partial rotation": (x, x, a[..., :12], a[..., :12], part),
+    }
     calls = {name: BadInput(tensors, ValueError, said) for name, (*tensors, said) in rows.items()}
-    return calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a})
+    return bad_shapes() | calls | refused_tensors({"q": x, "k": x, "cos": a, "sin": a})
 
 
 def rotation(B, T, D, theta=10_000.0):
@@ -213,11 +214,7 @@ def of_packed_heads(
 
     def make(rows, size, dtype, seed=0):
         (B, T), (n_q_heads, n_k_heads, D) = batch_and_tokens(rows), size
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
+        normal = normals(seed, dtype)
         cos, sin = (angles(t).to(dtype) for t in rotation(B, T, D))
         inputs = {
             "x": normal(B, T, 24),
@@ -269,27 +266,27 @@ OF_HEADS = {  # of every function of q, k, cos and sin
     "row_inputs": ("q", "k", "cos", "sin"),  # samples, as rows
     "bad_when_compiled": "k of another D",
 }
-SUBJECTS = (
-    Subject(
-        name="rope",
-        kernels=(rope_kernel,),
-        function=TritonRoPEFunction.apply,
-        reference=rope_reference,
-        eager=eager,
-        make=make,
-        differentiable=("q", "k"),
-        wrong_answers=wrong_answers,
-        size=SIZE,
-        ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
-        + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
-        large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
-        **OF_HEADS,
-        saved=("cos", "sin"),
-        in_a_graph=of_packed_heads,
-        workspace=lambda inputs: 2**20,
-        bad_input=bad_input,
-        exempt={
-            "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
-        },
-    ),
+ROPE = Subject(
+    name="rope",
+    kernels=(rope_kernel,),
+    function=TritonRoPEFunction.apply,
+    reference=rope_reference,
+    eager=eager,
+    make=make,
+    make_plain=partial(make, shared=True),
+    differentiable=("q", "k"),
+    wrong_answers=wrong_answers,
+    size=SIZE,
+    ragged_sizes=tuple((*heads, 12) for heads in HEADS_OF_ANY_NUMBER)
+    + tuple((3, 2, D) for D in (2, 4, 6, 32, 80, 96, 126, 130)),
+    large_sizes=((17, 5, 512), (3, 9, 1024), (5, 2, 2048), (3, 1, 4096), (64, 8, 128)),
+    **OF_HEADS,
+    saved=("cos", "sin"),
+    in_a_graph=of_packed_heads,
+    workspace=lambda inputs: 2**20,
+    bad_input=bad_input,
+    exempt={
+        "one_to_four_dimensions": "q and k have four; the angles' are rope_test's",
+    },
 )
+SUBJECTS = (ROPE,)

@@ -88,6 +88,8 @@ class Subject:
     reference: Callable
     # (rows, size, dtype, seed) -> (inputs by name, gradients of the outputs by name)
     make: Callable
+    # the same as a training step has it, for benchmarks: no row is left out; `make` unless told
+    make_plain: Callable | None = None
     differentiable: tuple[str, ...]
     size: object
     # another subject has the same autograd Function, with other settings
@@ -182,6 +184,17 @@ def generator_of(seed: int, numbers: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+def normals(seed: int, dtype: torch.dtype, numbers: int = 0) -> Callable:
+    """Return normal(*shape), which draws tensors from one source of so many random numbers."""
+    generator = generator_of(seed, numbers)
+
+    def normal(*shape, mean=0.0, scale=1.0, dtype=dtype):
+        drawn = torch.randn(shape, generator=generator, device=generator.device)
+        return (mean + scale * drawn).to(DEVICE, dtype)
+
+    return normal
+
+
 def of_rows(make: Callable) -> Callable:
     """Return `make` of a loss, with an upstream gradient for each row instead of one for all."""
 
@@ -191,6 +204,16 @@ def of_rows(make: Callable) -> Callable:
         return inputs, {"loss": torch.randn(rows, generator=generator).to(DEVICE)}
 
     return make_of_rows
+
+
+def chosen(drawn: Callable, inputs: Iterable[str], outputs: dict[str, str]) -> Callable:
+    """Return a record's `make`: some of what `drawn` draws by name, {output: its gradient}."""
+
+    def make(rows, size, dtype, seed=0):
+        t = drawn(rows, size, dtype, seed)
+        return {name: t[name] for name in inputs}, {name: t[d] for name, d in outputs.items()}
+
+    return make
 
 
 def as_tuple(outputs) -> tuple[torch.Tensor, ...]:

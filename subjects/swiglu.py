@@ -1,5 +1,6 @@
 """SwiGLU, in memory of its own and over its inputs."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -8,17 +9,14 @@ import torch.nn.functional as F
 from harness.benchmark.checking import DEVICE
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
-from subjects.subject import Subject, bad_call, refused_tensors
+from subjects.subject import Subject, bad_call, normals, refused_tensors
 
 
 def make(rows, width, dtype, seed=0):
     """Gates of both signs, up and the gradient for y with a mean."""
-    generator = torch.Generator().manual_seed(seed)
-    gate = 0.3 + 2.0 * torch.randn((*rows, width), generator=generator)
-    up = 0.5 + torch.randn((*rows, width), generator=generator)
-    dy = 0.25 + torch.randn((*rows, width), generator=generator)
-    gate, up, dy = (t.to(DEVICE, dtype) for t in (gate, up, dy))
-    return {"gate": gate, "up": up}, {"y": dy}
+    normal = normals(seed, dtype, math.prod(rows) * width)
+    gate, up = normal(*rows, width, mean=0.3, scale=2.0), normal(*rows, width, mean=0.5)
+    return {"gate": gate, "up": up}, {"y": normal(*rows, width, mean=0.25)}
 
 
 def swiglu(gate, up):

@@ -89,12 +89,9 @@ def whole(t):
 def outcome(model, optimizer):
     """Every parameter, its moments and its steps, whole."""
     return {
-        name: [whole(t) for t in (p, *(optimizer.state[p][key] for key in sorted(STATE)))]
+        name: [whole(p), *(whole(t) for _, t in sorted(optimizer.state[p].items()))]
         for name, p in model.named_parameters()
     }
-
-
-STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def same(a, b):

@@ -1,8 +1,7 @@
-"""Is the AdamW kernel right?
+"""Is the AdamW kernel right, and what is the same of it and of the one with 8-bit moments?
 
-`python -m tests.adamw_test` prints three checks for each dtype and what stochastic rounding does;
-`pytest tests/adamw_test.py` runs the same checks and many more.  adamw_optimizer_test.py tests the
-optimizer around the kernel.  Without a GPU the kernel runs on the CPU, in Triton's interpreter.
+adamw8_test.py tests what is the 8-bit moments' alone, adamw_optimizer_test.py the optimizer around
+the kernels.
 
 The checks compare with float64, and allow twice the error of torch.optim.AdamW (see checking.py).
 Of a weight they compare the change: a step is so small beside the weight that a wrong step would
@@ -15,18 +14,17 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
-from harness.cli import command_line
+from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare
 from kernel_support import tl, triton
-from next_steps.lessons import adamw_kernel
+from next_steps.lessons import adamw8, adamw_kernel
+from next_steps.lessons.adamw8 import adamw8_step, dequantize_moments, new_moments, quantize_moments
 from next_steps.lessons.adamw_kernel import (
     _one_minus_power,
     adamw_reference,
     adamw_step,
     store_rounded,
 )
-from next_steps.lessons.adamw_optimizer import TritonAdamW
-from tests import printing
+from next_steps.lessons.adamw_optimizer import TritonAdamW, new_state
 from tests.fixtures import needs_gpu
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -43,6 +41,9 @@ KINDS = {  # dtype of the parameter, of the moments, stochastic rounding
     "BF16, stochastic": (BF16, BF16, True),
     "BF16, FP32 moments, stochastic": (BF16, FP32, True),
 }
+CODES = torch.uint8  # the dtype of moments that stands for codes of 8 bits
+NUMBERS = 0.05, 0.8, 0.95, 1e-3, 0.3  # lr, betas, eps and weight_decay of a step
+for_both_kernels = pytest.mark.parametrize("moments", [None, CODES], ids=["plain", "8 bits"])
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
@@ -59,6 +60,21 @@ def counted(steps):
     return torch.tensor(float(steps), device=DEVICE)
 
 
+def step_with(moments_dtype):
+    return adamw8_step if moments_dtype == CODES else adamw_step
+
+
+def moments_of(p, dtype):
+    """Return the moments of a parameter that has made no step."""
+    _, *moments = new_state(p, dtype).values()
+    return moments
+
+
+def random_moments(like, dtype):
+    m, v = randn(*like.shape, seed=2), randn(*like.shape, seed=3).abs()
+    return list(quantize_moments(m, v)) if dtype == CODES else [m.to(like.dtype), v.to(like.dtype)]
+
+
 def kernel_steps(
     start,
     grads,
@@ -69,12 +85,12 @@ def kernel_steps(
     moments_dtype=None,
     **options,
 ):
-    """Return (the change of a parameter, m, v) after steps with the kernel."""
-    p = start.clone()
-    m, v = (torch.zeros_like(p, dtype=moments_dtype or p.dtype) for _ in range(2))
+    """Return (the change of a parameter, its moments) after steps with the kernel."""
+    p, step = start.clone(), step_with(moments_dtype)
+    moments = moments_of(p, moments_dtype)
     for done, g in enumerate(grads):
-        adamw_step(p, g, m, v, counted(done).to(p.device), lr, *betas, eps, weight_decay, **options)
-    return p.double() - start.double(), m, v
+        step(p, g, *moments, counted(done), lr, *betas, eps, weight_decay, **options)
+    return p.double() - start.double(), *moments
 
 
 def train(optimizer, grads_of_steps):
@@ -115,37 +131,26 @@ def all_equal(a, b):
     return all(map(torch.equal, a, b))
 
 
-def check_against_float64(
-    name, start, grads, moments_dtype, stochastic=False, **settings
-) -> list[Check]:
-    """Check the weights' change, m and v after some steps, each against float64."""
-    settings = {**SETTINGS, **settings}
-    options = {"moments_dtype": moments_dtype, "seed": 0 if stochastic else None}
-    ours = kernel_steps(start, grads, **settings, **options)
-    p64, m64, v64 = eager_steps(start.double(), [g.double() for g in grads], **settings)
-    if moments_dtype == start.dtype:
-        eager = torch_steps(start, grads, **settings)
-    else:  # which torch.optim.AdamW does not offer
-        p, m, v = eager_steps(start, grads, **settings, moments_dtype=moments_dtype)
-        eager = p.double() - start.double(), m, v
-    dtypes = (start.dtype, moments_dtype, moments_dtype)
-    parts = zip(("weights", "m", "v"), ours, (p64 - start.double(), m64, v64), eager, dtypes)
-    return [compare(f"{name} {part}", *abc, dtype=dtype) for part, *abc, dtype in parts]
-
-
-def kind_checks(kind) -> list[Check]:
-    dtype, moments_dtype, stochastic = KINDS[kind]
-    start = randn(*SHAPE, dtype=dtype)
-    return check_against_float64(kind, start, gradients(start, 4), moments_dtype, stochastic)
-
-
 # ---- The numbers -------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_match_float64(kind):
-    assert_all_passed(kind_checks(kind))
+    """The weights' change, m and v after some steps."""
+    dtype, moments_dtype, stochastic = KINDS[kind]
+    start = randn(*SHAPE, dtype=dtype)
+    grads, seed = gradients(start, 4), 0 if stochastic else None
+    ours = kernel_steps(start, grads, **SETTINGS, moments_dtype=moments_dtype, seed=seed)
+    p64, m64, v64 = eager_steps(start.double(), [g.double() for g in grads], **SETTINGS)
+    if moments_dtype == dtype:
+        eager = torch_steps(start, grads, **SETTINGS)
+    else:  # which torch.optim.AdamW does not offer
+        p, m, v = eager_steps(start, grads, **SETTINGS, moments_dtype=moments_dtype)
+        eager = p.double() - start.double(), m, v
+    parts = zip(("weights", "m", "v"), ours, (p64 - start.double(), m64, v64), eager)
+    dtypes = {"weights": dtype, "m": moments_dtype, "v": moments_dtype}
+    assert_all_passed([compare(part, *results, dtype=dtypes[part]) for part, *results in parts])
 
 
 def test_reference_is_torchs_formula():
@@ -180,46 +185,51 @@ def test_first_step_is_corrected_for_moments_that_began_at_zero(betas):
 
 
 @pytest.mark.parametrize("done", [0, 1, 9, 99_999])
-def test_step_continues_from_the_count_it_is_given(done):
-    p, g, m, v = (randn(64, seed=i) for i in range(4))
-    v = v.abs()
-    settings = (1e-2, 0.9, 0.999, 1e-8, 0.0)
-    ref64 = adamw_reference(*(t.double() for t in (p, g, m, v)), done + 1, *settings)[0]
-    eager = adamw_reference(p, g, m, v, done + 1, *settings)[0]
-    start, counter = p.double(), counted(done)
-    adamw_step(p, g, m, v, counter, *settings)
-    changes = p.double() - start, ref64 - start, eager.double() - start
+@for_both_kernels
+def test_step_continues_from_the_count_it_is_given(moments, done):
+    (start, g), settings = (randn(600, seed=i) for i in range(2)), (1e-2, 0.9, 0.999, 1e-8, 0.0)
+    given = random_moments(start, moments)
+    m, v = dequantize_moments(adamw8.Moments(*given), FP32) if moments == CODES else given
+    ref64, *_ = adamw_reference(*(t.double() for t in (start, g, m, v)), done + 1, *settings)
+    eager, *_ = adamw_reference(start, g, m, v, done + 1, *settings)
+    p, counter = start.clone(), counted(done)
+    step_with(moments)(p, g, *given, counter, *settings)
+    changes = (t.double() - start.double() for t in (p, ref64, eager))
     assert_all_passed([compare("weights", *changes, dtype=FP32)])
     assert counter == done, "the launcher must leave the count to its caller"
 
 
-def test_zero_gradient_only_decays_the_weights():
-    start, zero = randn(100), torch.zeros(100, device=DEVICE)
-    change, m, v = kernel_steps(start, [zero], lr=0.5, weight_decay=0.5)
+@for_both_kernels
+def test_zero_gradient_only_decays_the_weights(moments):
+    start, zero = randn(600), torch.zeros(600, device=DEVICE)
+    options = {"lr": 0.5, "weight_decay": 0.5, "moments_dtype": moments}
+    change, *after = kernel_steps(start, [zero], **options)
     torch.testing.assert_close(change, -0.25 * start.double(), rtol=1e-6, atol=1e-6)
-    assert not m.any() and not v.any()
+    assert not any(t.any() for t in after)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_maximize_goes_up_the_gradient(dtype):
-    start = randn(100, dtype=dtype)
+@for_both_kernels
+def test_maximize_goes_up_the_gradient(moments, dtype):
+    start, options = randn(600, dtype=dtype), {**SETTINGS, "moments_dtype": moments}
     grads = gradients(start, 2)
-    up = kernel_steps(start, grads, **SETTINGS, maximize=True)
-    assert all_equal(up, kernel_steps(start, [-g for g in grads], **SETTINGS))
+    up = kernel_steps(start, grads, **options, maximize=True)
+    assert all_equal(up, kernel_steps(start, [-g for g in grads], **options))
 
 
 @pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
 @pytest.mark.parametrize("betas", [(0.75, 0.9375), (0.0, 0.0)])  # the same numbers in fp32
-def test_numbers_and_tensors_give_the_same_bits(betas, device):
-    tensor = functools.partial(torch.tensor, device=device)
-    start, grads = randn(100), gradients(randn(100), 3)
+@for_both_kernels
+def test_numbers_and_tensors_give_the_same_bits(moments, betas, device):
+    tensor, moments = functools.partial(torch.tensor, device=device), {"moments_dtype": moments}
+    start, grads = randn(600), gradients(randn(600), 3)
     numbers = {"lr": 0.05, "betas": betas, "eps": 2**-10, "weight_decay": 0.25}
     tensors = {key: tensor(value) for key, value in numbers.items()}  # betas: a tensor of two
-    expected = kernel_steps(start, grads, **numbers)
-    assert all_equal(kernel_steps(start, grads, **tensors), expected)
+    expected = kernel_steps(start, grads, **numbers, **moments)
+    assert all_equal(kernel_steps(start, grads, **tensors, **moments), expected)
     lr = torch._neg_view(tensor([-0.05], dtype=torch.float64))  # held negated
-    tensors = {"lr": lr, "betas": (tensor(betas[0]), betas[1])}
-    assert all_equal(kernel_steps(start, grads, **(numbers | tensors)), expected)
+    tensors = numbers | {"lr": lr, "betas": (tensor(betas[0]), betas[1])}
+    assert all_equal(kernel_steps(start, grads, **tensors, **moments), expected)
 
 
 def test_tensors_on_the_cpu_are_read_by_the_host_and_those_of_the_gpu_are_left_there():
@@ -389,31 +399,22 @@ WAYS = {  # name: optimizer, dtype, options
 }
 
 
-def moved_weights(n=20_000, lr=1e-5, steps=5) -> dict[str, tuple[float, float]]:
-    """Return, by name, what steps do to weights like a language model's.
-
-    (fraction that one step moves, mean movement in units of fp32's)
-    """
-    start, sign = 0.02 * randn(n), randn(n, seed=1).sign()
-    results = {}
+@pytest.mark.exhaustive
+def test_small_steps_are_kept_on_average():
+    """Of weights like a language model's, in units of fp32's movement."""
+    start, sign, lr, steps = 0.02 * randn(20_000), randn(20_000, seed=1).sign(), 1e-5, 5
+    moved, distance = {}, {}
     for name, (optimizer_class, dtype, options) in WAYS.items():
         p = torch.nn.Parameter(start.to(dtype, copy=True))
         before = p.detach().clone()
         optimizer = optimizer_class([p], lr=lr, weight_decay=0.0, **options)
         train(optimizer, [[sign.to(dtype)]])
-        moved = (p != before).double().mean().item()
+        moved[name] = (p != before).double().mean()
         train(optimizer, [[sign.to(dtype)]] * (steps - 1))
-        results[name] = moved, (-sign * (p - before)).double().mean().item() / (steps * lr)
-    return results
-
-
-@pytest.mark.exhaustive
-def test_small_steps_are_kept_on_average():
-    results = moved_weights()
-    moved, distance = results["bf16, torch.optim.AdamW"]
-    assert moved < 0.25 and distance < 0.4
-    assert abs(results["fp32"][1] - 1) < 0.01
-    assert abs(results["bf16, stochastic"][1] - 1) < 0.03
+        distance[name] = (-sign * (p - before)).double().mean() / (steps * lr)
+    nearest = "bf16, torch.optim.AdamW"
+    assert moved[nearest] < 0.25 and distance[nearest] < 0.4
+    assert abs(distance["fp32"] - 1) < 0.01 and abs(distance["bf16, stochastic"] - 1) < 0.03
 
 
 @pytest.mark.exhaustive
@@ -428,8 +429,8 @@ def test_second_moment_decays_by_a_tenth_of_a_percent_a_step():
     assert abs(v[0].double().mean() / 0.999**steps - 1) < 0.002
 
 
-def small_model_losses(steps=40) -> dict[str, float]:
-    """Return, by name, the loss of a small network after training, in fp32 on all data."""
+@pytest.mark.exhaustive
+def test_small_model_trains_as_in_fp32():
     x = randn(512, 16, seed=1)
     y = torch.tanh(2 * x @ randn(16, 8, seed=2) / 4).sum(-1, keepdim=True)
     start = [randn(16, 32, seed=3) / 4, randn(32, 1, seed=4) / 32**0.5]
@@ -442,17 +443,11 @@ def small_model_losses(steps=40) -> dict[str, float]:
     for name, (optimizer_class, dtype, options) in WAYS.items():
         weights = [torch.nn.Parameter(w.to(dtype, copy=True)) for w in start]
         optimizer = optimizer_class(weights, lr=1e-3, **options)
-        for step in range(steps):
+        for step in range(40):
             optimizer.zero_grad()
             loss_of(weights, slice(64 * (step % 8), 64 * (step % 8) + 64)).backward()
             optimizer.step()
         losses[name] = loss_of(weights).item()
-    return losses
-
-
-@pytest.mark.exhaustive
-def test_small_model_trains_as_in_fp32():
-    losses = small_model_losses()
     lag = {name: abs(loss - losses["fp32"]) for name, loss in losses.items()}
     assert lag["bf16, stochastic"] < 0.2 * lag["bf16, torch.optim.AdamW"], losses
 
@@ -461,35 +456,53 @@ def test_small_model_trains_as_in_fp32():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 2047, 2048, 2049, 4095, 4097])
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 255, 256, 257, 1023, 1024, 1025, 2305])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_neighbours_in_memory_stay_untouched(n, dtype):
+@for_both_kernels
+def test_neighbours_in_memory_stay_untouched(moments, dtype, n):
     start, (g,) = randn(n, dtype=dtype), gradients(randn(n, dtype=dtype), 1)
-    memory = [torch.full((n + 2 * 64,), 7.0, dtype=dtype, device=DEVICE) for _ in range(4)]
-    p, grad, m, v = (t[64 : 64 + n] for t in memory)
-    p.copy_(start), grad.copy_(g), m.zero_(), v.zero_()
-    adamw_step(p, grad, m, v, counted(0), 0.05, 0.8, 0.95, 1e-3, 0.3, seed=0)
-    assert all((t[:64] == 7).all() and (t[64 + n :] == 7).all() for t in memory)
+    given = start, g, *moments_of(start, moments)
+    memory = [torch.full((t.numel() + 2 * 64,), 7, dtype=t.dtype, device=DEVICE) for t in given]
+    p, grad, *after = (m[64:-64].view(t.shape).copy_(t) for m, t in zip(memory, given))
+    step_with(moments)(p, grad, *after, counted(0), *NUMBERS, seed=0)
+    assert all((t[:64] == 7).all() and (t[-64:] == 7).all() for t in memory)
     assert torch.equal(grad, g), "the gradient must not change"
-    expected = kernel_steps(start, [g], **SETTINGS, seed=0)
-    assert all_equal((p.double() - start.double(), m, v), expected)
+    expected = kernel_steps(start, [g], **SETTINGS, moments_dtype=moments, seed=0)
+    assert all_equal((p.double() - start.double(), *after), expected)
 
 
 LAYOUTS = {  # shape of the memory, the parameter's view of it
     "0-D": ((), lambda t: t),
     "transposed": ((30, 50), lambda t: t.t()),
     "permuted 3-D": ((5, 7, 11), lambda t: t.permute(2, 0, 1)),
-    "channels last": ((2, 3, 4, 5), lambda t: t.contiguous(memory_format=torch.channels_last)),
+    "channels last": ((2, 5, 4, 3), lambda t: t.permute(0, 3, 1, 2)),
     "a length of one": ((50, 1, 4), lambda t: t.transpose(0, 1)),
     "part of a larger memory": ((10, 50), lambda t: t[3:7]),
+    "columns": ((30, 50), lambda t: t[:, :5]),  # from here on with gaps between the elements
+    "every second": ((30, 50), lambda t: t[:, ::2]),
+    "transposed columns": ((30, 50), lambda t: t[:, 3:9].t()),
+    "of a vector": ((2050,), lambda t: t[::2]),
+    "3-D": ((6, 7, 8), lambda t: t[1:5, :, 2:3]),
 }
 
 
+@pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_dense_layout(layout):
+@for_both_kernels
+def test_any_layout_is_stepped_as_a_dense_copy_would_be(moments, layout, seed):
     shape, view = LAYOUTS[layout]
-    start = view(randn(*shape))
-    assert_all_passed(check_against_float64(layout, start, gradients(start, 3), FP32))
+    memory, outside = randn(*shape, dtype=BF16), torch.ones(shape, dtype=torch.bool, device=DEVICE)
+    before = memory.clone()
+    view(outside).fill_(False)
+    p, dense = view(memory), view(memory).clone()
+    if moments == CODES or seed is None:  # else the bits belong to an element's place in memory
+        dense = dense.contiguous()
+    states = [(t, *moments_of(dense, moments)) for t in (p, dense)]
+    for done, g in enumerate(gradients(dense, 3)):
+        for t, *rest in states:
+            step_with(moments)(t, g, *rest, counted(done), *NUMBERS, seed=seed)
+    assert all_equal(*states) and not torch.equal(p, view(before))
+    assert torch.equal(memory[outside], before[outside]), "the gaps are not the parameter's"
 
 
 def negated(p):
@@ -501,52 +514,26 @@ def negated(p):
 
 
 GRADIENTS = {  # a parameter, and a gradient with other strides or a bit
-    "transposed": lambda: (randn(5, 6).t(), randn(6, 5, seed=1)),
+    "transposed": lambda: (randn(30, 50).t(), randn(50, 30, seed=1)),
     "one number repeated": lambda: (randn(6, 5), torch.ones(1, 1, device=DEVICE).expand(6, 5)),
     "negated": lambda: (randn(), negated(randn())),
 }
 
 
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
-def test_gradient_of_another_layout(make):
+@for_both_kernels
+def test_gradient_of_another_layout(moments, make):
     start, grad = make()
     plain = torch.empty_like(start).copy_(grad)
     assert plain.stride() != grad.stride() or grad.is_neg()
-    assert all_equal(kernel_steps(start, [grad]), kernel_steps(start, [plain]))
-
-
-WITH_GAPS = {  # shape of the memory, a view of it with gaps between its elements
-    "columns": ((30, 50), lambda t: t[:, :5]),
-    "every second": ((30, 50), lambda t: t[:, ::2]),
-    "transposed columns": ((30, 50), lambda t: t[:, 3:9].t()),
-    "of a vector": ((2050,), lambda t: t[::2]),
-    "3-D": ((6, 7, 8), lambda t: t[1:5, :, 2:3]),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("gaps", WITH_GAPS)
-def test_parameters_with_gaps_between_their_elements(gaps):
-    shape, view = WITH_GAPS[gaps]
-    memory, outside = randn(*shape, dtype=BF16), torch.ones(shape, dtype=torch.bool, device=DEVICE)
-    before = memory.clone()
-    view(outside).fill_(False)
-    p, q = view(memory), view(memory).clone()
-    assert p.stride() != q.stride() and p.data_ptr() == view(memory).data_ptr()
-    grads = gradients(q, 3)
-    states = [[t, torch.zeros_like(q), torch.zeros_like(q)] for t in (p, q)]
-    for done, g in enumerate(grads):
-        for t, m, v in states:
-            adamw_step(t, g, m, v, counted(done), 0.05, 0.8, 0.95, 1e-3, 0.3, seed=0)
-    assert all_equal(*states) and not torch.equal(p, view(before))
-    assert torch.equal(memory[outside], before[outside]), "the gaps are not the parameter's"
+    assert all_equal(*(kernel_steps(start, [g], moments_dtype=moments) for g in (grad, plain)))
 
 
 def test_moments_of_other_strides_than_the_parameter():
     p, g, m, v = (randn(6, 5, seed=seed) for seed in range(4))
     other, plain = [p.t().contiguous().t(), m, v.abs()], [p.clone(), m.clone(), v.abs()]
     for t, *moments in (other, plain):
-        adamw_step(t, g, *moments, counted(3), 0.05, 0.8, 0.95, 1e-3, 0.3)
+        adamw_step(t, g, *moments, counted(3), *NUMBERS)
     assert all_equal(other, plain) and other[0].stride() != m.stride()
     assert not torch.equal(m, randn(6, 5, seed=2)), "the moments must change in their own memory"
 
@@ -559,16 +546,25 @@ SLIDING = torch.ones(9, device=DEVICE).as_strided((4, 6), (1, 1))
 META = torch.ones(4, 6, device="meta")
 
 
-def launch(steps_done=None, **given):
-    tensors = [given.pop(name, ONES) for name in ("p", "grad", "m", "v")]
+CODED = new_moments(ONES)
+TENSORS = {  # of a launch, by dtype of the moments
+    None: dict.fromkeys(("p", "grad", "m", "v"), ONES) | {"steps_done": counted(0)},
+    CODES: {"p": ONES, "grad": ONES, **CODED._asdict(), "steps_done": counted(0)},
+}
+
+
+def launch(moments, **given):
     scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
-    adamw_step(*tensors, counted(0) if steps_done is None else steps_done, **(scalars | given))
+    step_with(moments)(**(TENSORS[moments] | scalars | given))
 
 
-BAD_INPUT = [  # arguments, exception, what its sentence says
+SHARED_MEMORY = r"of shape \(4, 6\) has strides \(., 1\), by which elements share memory"
+BAD_FOR_BOTH = [  # arguments, exception, what its sentence says
     ({"p": ONES.double()}, TypeError, "p is torch.float64, expected torch.float16 or"),
+    ({"p": EXPANDED}, ValueError, f"p {SHARED_MEMORY}"),
+    ({"p": SLIDING}, ValueError, f"p {SHARED_MEMORY}"),
+    ({"p": torch._neg_view(ONES)}, TypeError, r"p holds its numbers negated .* its resolve_neg"),
     ({"grad": ONES.bfloat16()}, TypeError, "grad is torch.bfloat16, expected torch.float32"),
-    ({"v": ONES.half()}, TypeError, "v is torch.float16, expected torch.bfloat16 or torch.float32"),
     ({"grad": ONES[:3]}, ValueError, r"grad has shape \(3, 6\), expected \(4, 6\)"),
     ({"grad": META}, ValueError, f"grad is on meta, expected p's {DEVICE}"),
     ({"steps_done": ONES[:, 0]}, ValueError, r"steps_done has shape \(4,\), expected \(\)"),
@@ -577,37 +573,40 @@ BAD_INPUT = [  # arguments, exception, what its sentence says
     ({"lr": META.sum()}, ValueError, "lr is a tensor on meta, expected p's"),
     ({"beta1": ONES[0, 0].to_sparse()}, ValueError, r"beta1 is a tensor of shape \(\), expected"),
     ({"weight_decay": 1j}, ValueError, "weight_decay is 1j, expected a number or a plain tensor"),
-    (
-        {"p": torch._neg_view(ONES)},
-        TypeError,
-        r"p holds its numbers negated .*: pass its resolve_neg",
-    ),
     ({"eps": "1e-8"}, ValueError, "eps is '1e-8', expected a number"),
+]
+BAD_INPUT = [
+    *((moments, *row) for moments in TENSORS for row in BAD_FOR_BOTH),
+    *(
+        (None, {name: t}, ValueError, f"{name} {SHARED_MEMORY}")
+        for name in ("m", "v")
+        for t in (EXPANDED, SLIDING)
+    ),
+    (None, {"v": ONES.half()}, TypeError, "v is torch.float16, expected torch.bfloat16 or"),
+    (CODES, {"m": CODED.v}, TypeError, "m is torch.uint8, expected torch.int8: convert it"),
+    (CODES, {"m": CODED.m.t().contiguous().t()}, ValueError, r"m of shape \(4, 6\) has strides"),
+    (CODES, {"v": CODED.m}, TypeError, "v is torch.int8, expected torch.uint8: convert it"),
+    (CODES, {"v": CODED.v[:2]}, ValueError, r"v has shape \(2, 6\), expected \(4, 6\)"),
+    (CODES, {"scales": ONES[:2, :2]}, ValueError, r"scales has shape \(2, 2\), expected \(2, 1\)"),
+    (CODES, {"scales": CODED.scales.half()}, TypeError, "scales is torch.float16, expected"),
 ]
 
 
-@pytest.mark.parametrize("arguments, error, sentence", BAD_INPUT)
-def test_bad_input_is_refused_with_a_sentence(arguments, error, sentence):
+@pytest.mark.parametrize("moments, arguments, error, sentence", BAD_INPUT)
+def test_bad_input_is_refused_with_a_sentence(moments, arguments, error, sentence):
     with pytest.raises(error, match=sentence):
-        launch(**arguments)
+        launch(moments, **arguments)
 
 
-@pytest.mark.parametrize("name", ["p", "m", "v"])
-@pytest.mark.parametrize("t", [EXPANDED, SLIDING], ids=["expanded", "windows"])
-def test_elements_that_share_memory_are_refused(name, t):
-    sentence = rf"{name} of shape \(4, 6\) has strides \(., 1\), by which elements share memory"
-    with pytest.raises(ValueError, match=sentence):
-        launch(**{name: t})
-
-
-def test_dtensors_are_refused_before_any_pointer_is_taken(as_dtensor, monkeypatch):
-    monkeypatch.setattr(adamw_kernel, "_adamw_kernel", None)  # a launch all the same harms nothing
-    tensors = dict.fromkeys(("p", "grad", "m", "v"), ONES) | {"steps_done": counted(0)}
-    for name, t in tensors.items():
+@for_both_kernels
+def test_dtensors_are_refused_before_any_pointer_is_taken(moments, as_dtensor, monkeypatch):
+    for module, kernel in ((adamw_kernel, "_adamw_kernel"), (adamw8, "_adamw8_kernel")):
+        monkeypatch.setattr(module, kernel, None)  # a launch all the same harms nothing
+    for name, t in TENSORS[moments].items():
         with pytest.raises(TypeError, match=f"{name} is a DTensor, expected a plain tensor: pass"):
-            launch(**{name: as_dtensor(t)})
+            launch(moments, **{name: as_dtensor(t)})
     with pytest.raises(ValueError, match=r"lr is a tensor of shape \(1,\), expected a number"):
-        launch(lr=as_dtensor(ONES[0, :1]))
+        launch(moments, lr=as_dtensor(ONES[0, :1]))
 
 
 # ---- torch.compile -----------------------------------------------------------------------------
@@ -616,73 +615,57 @@ def test_dtensors_are_refused_before_any_pointer_is_taken(as_dtensor, monkeypatc
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("kind", ["floats", "ones", "lr in a tensor", "tensors", "maximize"])
-def test_torch_compile_gives_the_same_numbers_in_one_graph(seed, kind):
+@for_both_kernels
+def test_torch_compile_gives_the_same_numbers_in_one_graph(moments, kind, seed):
     torch._dynamo.reset()
     numbers = torch.tensor([0.05, 0.8, 0.95], device=DEVICE)
     lr = {"floats": 0.05, "ones": 1, "maximize": 0.05}.get(kind, numbers[0])
     betas = numbers[1:] if kind == "tensors" else (0.8, 0.95)
 
-    def step(p, g, m, v, steps_done):
-        adamw_step(p, g, m, v, steps_done, lr, *betas, 1e-3, 0.3, seed, maximize=kind == "maximize")
+    def step(*tensors):
+        options = {"maximize": kind == "maximize"}
+        step_with(moments)(*tensors, lr, *betas, 1e-3, 0.3, seed, **options)
 
     compiled = torch.compile(step, fullgraph=True)
     for n in (4096, 5000):
-        inputs = [randn(n, dtype=BF16, seed=i).abs() for i in range(4)]
+        p, g = (randn(n, dtype=BF16, seed=i) for i in range(2))
+        inputs = [p, g, *random_moments(p, moments)]
         ours, theirs = ([t.clone() for t in inputs] for _ in range(2))
-        steps_done = torch.tensor(2.0, device=DEVICE)
-        step(*ours, steps_done)
-        compiled(*theirs, steps_done)
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+        step(*ours, counted(2))
+        compiled(*theirs, counted(2))
+        assert all_equal(ours, theirs) and not torch.equal(ours[0], p)
 
 
 # ---- What only a GPU can show ------------------------------------------------------------------
 
 
 @needs_gpu
-def test_offsets_beyond_int32(gpu_memory):
-    n, tail = 2**31 + 4096, 3000
+@for_both_kernels
+def test_offsets_beyond_int32(moments, gpu_memory):
+    n, tail = 2**31 + 8 * adamw8.BLOCK, 6 * adamw8.BLOCK
     gpu_memory(24)
-    p, g, m, v = (torch.zeros(n, dtype=BF16, device=DEVICE) for _ in range(4))
-    p[-tail:], g[-tail:] = randn(tail, dtype=BF16), randn(tail, dtype=BF16, seed=1)
-    small = [t[-tail:].clone() for t in (p, g, m, v)]
-    settings = (0.05, 0.8, 0.95, 1e-3, 0.3)
-    adamw_step(p, g, m, v, torch.zeros((), device=DEVICE), *settings)
-    adamw_step(*small, torch.zeros((), device=DEVICE), *settings)
-    assert all(torch.equal(t[-tail:], s) for t, s in zip((p, g, m, v), small))
-    assert not any(t[:-tail].any() for t in (p, g, m, v))
-
-
-def assert_sizes_compile_twice(kernel, steps, compiled_kernels) -> None:
-    """Once for the sizes that 16 divides, and once for the others; steps: as `kernel_steps`."""
-    kernel.device_caches.clear()
-    for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
-        for index in range(2):
-            start = randn(n, dtype=BF16)
-            steps(start, gradients(start, 2), lr=n * 1e-6, seed=n, index=index)
-        assert len(compiled_kernels) == kernels
+    large = [torch.zeros(n, dtype=BF16, device=DEVICE) for _ in range(2)]
+    for seed, t in enumerate(large):
+        t[-tail:] = randn(tail, dtype=BF16, seed=seed)
+    small = [t[-tail:].clone() for t in large]
+    for tensors in (large, small):
+        tensors += moments_of(tensors[0], moments)
+        step_with(moments)(*tensors, counted(0), *NUMBERS)
+    for of_all, of_last in zip(large, small):  # of scales: those of the last blocks
+        length = of_last.shape[-1]
+        assert torch.equal(of_all[..., -length:], of_last) and not of_all[..., :-length].any()
 
 
 @needs_gpu
-def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(compiled_kernels):
-    assert_sizes_compile_twice(adamw_kernel._adamw_kernel, kernel_steps, compiled_kernels)
-
-
-# ---- The table ---------------------------------------------------------------------------------
-
-
-def main() -> int:
-    command_line.Parser(__doc__).parse_args()
-    printing.title("AdamW")
-    passed = printing.cases({kind: kind for kind in KINDS}, kind_checks)
-    print("\nWeights of a language model (standard deviation 0.02), lr 1e-5")
-    print("  moved by one step, and how far all go in 5 steps, in units of lr:")
-    for name, (moved, distance) in moved_weights().items():
-        print(f"  {name:<26} {moved:7.1%} {distance:8.3f}")
-    print("\nLoss of a small network after 40 steps")
-    for name, loss in small_model_losses().items():
-        print(f"  {name:<26} {loss:.4f}")
-    return printing.verdict("AdamW correctness", passed)
-
-
-if __name__ == "__main__":
-    command_line.run_main(main)
+@for_both_kernels
+def test_sizes_compile_once_for_those_that_16_divides_and_once_for_the_others(
+    moments, compiled_kernels
+):
+    for kernel in (adamw_kernel._adamw_kernel, adamw8._adamw8_kernel):
+        kernel.device_caches.clear()
+    for n, kernels in ((64, 1), (4096, 1), (48, 1), (50, 2), (51, 2), (1_000_003, 2)):
+        for index in range(2):
+            start = randn(n, dtype=BF16)
+            options = {"lr": n * 1e-6, "moments_dtype": moments, "seed": n, "index": index}
+            kernel_steps(start, gradients(start, 2), **options)
+        assert len(compiled_kernels) == kernels

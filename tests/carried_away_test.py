@@ -1,4 +1,5 @@
 """A lesson is carried away as two files, itself and kernel_support.py, and computes the same there.
+What a lesson builds on goes along, under the name by which the lesson imports it.
 
 Each lesson is copied into an empty folder.  One process, which sees nothing of this project, runs
 all of them by the code below.  The same code is run on the lessons of this project.
@@ -27,7 +28,7 @@ LESSONS = {  # the lesson: files beside it, and what is run of it
     "swiglu_kernel": ([], "TritonSwiGLU()(x, other)"),
     "rope_kernel": ([], "triton_apply_rotary_pos_emb(q, q, q[:, 0], q[:, 0])[0]"),
     "qk_norm_rope_kernel": (
-        [],
+        ["next_steps.lessons.rope_kernel"],
         "triton_qk_norm_rope(q, q, q[0, 0, 0], q[0, 1, 0], 1e-6, q[:, 0], q[:, 1])[0]",
     ),
     "linear_cross_entropy_kernel": (
@@ -70,8 +71,12 @@ torch.save(found, "found.pt")
 """
 
 
-def file_of(module: str) -> Path:
-    return next(HERE.glob(f"{module}.py"), HERE / "next_steps" / "lessons" / f"{module}.py")
+def name_in_the_project(lesson: str) -> str:
+    return lesson if (HERE / f"{lesson}.py").exists() else f"next_steps.lessons.{lesson}"
+
+
+def file_of(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +85,11 @@ def carried_away(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lessons")
     for name, (beside, _) in LESSONS.items():
         (folder / name).mkdir()
-        for module in (name, "kernel_support", *beside):
-            shutil.copy(file_of(module), folder / name)
+        shutil.copy(HERE / file_of(name_in_the_project(name)), folder / name)
+        for module in ("kernel_support", *beside):
+            copy = folder / name / file_of(module)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(HERE / file_of(module), copy)
     calls = {name: call for name, (_, call) in LESSONS.items()}
     (folder / "run.py").write_text(f"CALLS = {calls!r}\n{ALONE}")
     variables = {**os.environ, "PYTHONPATH": ""}
@@ -98,8 +106,8 @@ def test_every_lesson_is_here():
 def test_a_lesson_that_was_carried_away_computes_the_same(carried_away, name):
     names = {"torch": torch, "DEVICE": "cuda" if HAS_GPU else "cpu"}
     exec(RUN, names)
-    package = "" if (HERE / f"{name}.py").exists() else "next_steps.lessons."
-    expected = names["run"](importlib.import_module(package + name), LESSONS[name][1])
+    lesson = importlib.import_module(name_in_the_project(name))
+    expected = names["run"](lesson, LESSONS[name][1])
     for found, tensor in zip(carried_away[name], expected, strict=True):
         assert (found is None) == (tensor is None)
         assert found is None or torch.equal(found, tensor)

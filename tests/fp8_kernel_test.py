@@ -300,12 +300,11 @@ def sizes_of_product():
 
 
 @needs_fp8
-@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_is_that_of_the_rounded_numbers(dtype, fast):
+def test_product_is_that_of_the_rounded_numbers(dtype):
     M, N, K = sizes_of_product()
     a, b = quantize_rows(make(M, K)), quantize_rows(make(N, K, seed=1))
-    found = fp8_product(a, b, dtype, fast)
+    found = fp8_product(a, b, dtype)
     assert found.shape == (M, N) and found.dtype == dtype
     exact = matrix(a) @ matrix(b).t()
     magnitudes = matrix(a).abs() @ matrix(b).abs().t()
@@ -319,10 +318,10 @@ def test_product_is_that_of_the_rounded_numbers(dtype, fast):
 
     assert right(found)
     assert relative_error(found, exact) <= (1e-2 if HAS_GPU else 2 * of_result)
-    assert not right(fp8_product(a, Rows(b.codes, b.scales.roll(1)), dtype, fast))
-    assert not right(fp8_product(Rows(a.codes, a.scales.roll(1)), b, dtype, fast))
+    assert not right(fp8_product(a, Rows(b.codes, b.scales.roll(1)), dtype))
+    assert not right(fp8_product(Rows(a.codes, a.scales.roll(1)), b, dtype))
     assert not right(fp8_product(a, Rows(b.codes.view(torch.uint8).roll(1, 1).view(FP8), b.scales),
-                                 dtype, fast))  # fmt: skip
+                                 dtype))  # fmt: skip
 
 
 @needs_fp8
@@ -330,19 +329,17 @@ def test_a_row_that_is_not_finite_is_so_in_the_product():
     M, N, K = sizes_of_product()
     x, w = make(M, K), make(N, K, seed=1)
     x[2, 3] = math.inf
-    found = fp8_product(quantize_rows(x), quantize_rows(w), torch.float32, True)
+    found = fp8_product(quantize_rows(x), quantize_rows(w), torch.float32)
     assert found[2].isnan().all() and found[[0, 1, 3, 4]].isfinite().all()
 
 
 def test_products_without_numbers():
     a = quantize_rows(torch.empty(0, 16, device=DEVICE))
     b = quantize_rows(make(32, 16))
-    assert fp8_product(a, b, torch.bfloat16, True).shape == (0, 32)
-    assert fp8_product(b, a, torch.bfloat16, True).shape == (32, 0)
+    assert fp8_product(a, b, torch.bfloat16).shape == (0, 32)
+    assert fp8_product(b, a, torch.bfloat16).shape == (32, 0)
     nothing = transpose_rows(a)  # (16, 0): as the gradient of no tokens
-    assert (
-        fp8_product(nothing, nothing, torch.float32, True) == torch.zeros(16, 16).to(DEVICE)
-    ).all()
+    assert (fp8_product(nothing, nothing, torch.float32) == torch.zeros(16, 16).to(DEVICE)).all()
 
 
 def test_sizes_that_a_product_takes():
@@ -385,7 +382,7 @@ def chain(x, w):
     """What a layer does with them."""
     rows = quantize_rows(x, x[:, :16])
     stacked = quantize_stacked(w, w[:16])
-    product = fp8_product(rows, stacked, torch.float32, True)
+    product = fp8_product(rows, stacked, torch.float32)
     transposed = transpose_rows(rows)
     weights = quantize_transposed(w, w[:16], scale=stacked.scales.amax())
     return product, *rows, *stacked, *transposed, *weights
@@ -451,7 +448,7 @@ REFUSED += [(TypeError, *row) for row in WRONG_TYPES.items()]
 
 
 def product(b=ROWS, dtype=torch.float32):
-    return fp8_product(ROWS, b, dtype, True)
+    return fp8_product(ROWS, b, dtype)
 
 
 @pytest.mark.parametrize("error, sentence, call", REFUSED, ids=[row[1] for row in REFUSED])
@@ -463,4 +460,4 @@ def test_what_does_not_fit_is_refused(error, sentence, call):
 @needs_gpu
 def test_a_product_that_a_gpu_does_not_take_is_refused():
     with pytest.raises(ValueError, match=r"b is \(4, 32\), expected multiples of 16"):
-        fp8_product(ROWS, ROWS, torch.bfloat16, True)
+        fp8_product(ROWS, ROWS, torch.bfloat16)

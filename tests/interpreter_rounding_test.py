@@ -17,13 +17,12 @@ import torch
 from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli import interpreter
 from kernel_support import tl, triton
+from tests import fp8_kernel_test
+from tests.fp8_kernel_test import needs_fp8
 
 HERE = Path(__file__).parents[1]  # the project's folder
 INF, NAN = math.inf, math.nan
 TINY = 2.0**-149  # the smallest fp32 number above 0
-needs_fp8 = pytest.mark.skipif(
-    HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU that has e4m3"
-)
 
 
 @triton.jit
@@ -80,10 +79,7 @@ def test_every_bf16_number_and_what_lies_around_the_middle_to_the_next(lower):
 
 # ---------------------------------------------------------------------------- fp32 -> e4m3
 
-# By its definition: the numbers of the codes 0 to 126.
-SUBNORMAL = [mantissa * 2.0**-9 for mantissa in range(8)]
-NORMAL = [(1 + mantissa / 8) * 2.0**e for e in range(-6, 9) for mantissa in range(8)]
-E4M3 = np.array([*SUBNORMAL, *NORMAL][:127])
+E4M3 = fp8_kernel_test.E4M3.cpu().numpy()  # by its definition: the numbers of the codes 0 to 126
 
 
 def nearest_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -267,12 +263,3 @@ def test_nothing_is_changed_where_kernels_are_compiled():
     code = "import sys, harness.cli.device, rmsnorm_kernel; "
     code += "print(int('triton.runtime.interpreter' in sys.modules))"
     assert run(code, TRITON_INTERPRET="0") == [0]
-
-
-@pytest.mark.skipif(HAS_GPU, reason="looks into the interpreter")
-def test_tests_run_with_it():
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    import kernel_support
-
-    assert InterpreterBuilder.create_fma is kernel_support.create_fma

@@ -1,13 +1,13 @@
 """What is the fused norm's and RoPE's alone: the order of the two, each tensor's own weight, eps,
 sums over many tokens, heads of any number and length.
 
-What every function has to do, this one too, is asked in tests/contracts_*_test.py.
+rope_test.py asks what it has in common with RoPE, tests/contracts_*_test.py what every function has
+to do, this one too.
 """
 
 import math
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -23,15 +23,11 @@ from harness.benchmark.checking import (
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_backward,
-    qk_norm_rope_forward,
-    triton_qk_norm_rope,
 )
 from subjects import SUBJECTS, subject
 from subjects.qk_norm_rope import EPS, make, reference
 from subjects.qk_norm_rope import function as norm_and_rope
-from subjects.rope import HEADS
 from tests.fixtures import poisoned_outputs
-from tests.layouts import layouts_of
 
 QK_NORM_ROPE = SUBJECTS["qk_norm_rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
@@ -114,38 +110,6 @@ def test_eps_of_zero_leaves_no_nan_from_heads_that_are_none():
     assert_all_passed(check_against_float64(inputs, douts, of=with_eps(0.0)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_results_are_rounded_once(dtype):
-    # What is rounded once is float64's answer, but for ties and rounding in fp32.
-    inputs, douts = make((2, 8), (8, 2, 64), dtype)
-    ref64, (theirs,) = subject.references(QK_NORM_ROPE, inputs, douts)
-    ours = run(inputs, douts)
-    for part in ("q_rot", "k_rot", "dq", "dk"):
-        right, rounded_often = (
-            (t[part] == ref64[part].to(dtype)).float().mean() for t in (ours, theirs)
-        )
-        assert right > 0.99 > rounded_often, part
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.bfloat16, "weight_dtype": torch.float32},
-        {"dtype": torch.float16, "angle_dtype": torch.float32},
-        {"dtype": torch.float32, "weight_dtype": torch.bfloat16},
-    ],
-    ids=str,
-)
-def test_q_and_k_keep_their_dtype_whatever_the_others_are(options):
-    inputs, douts = make(ROWS, SIZE, **options)
-    found = run(inputs, douts)
-    for part in ("q_rot", "k_rot", "dq", "dk"):
-        assert found[part].dtype == options["dtype"], part
-    assert_all_passed(check_against_float64(inputs, douts))
-
-
 def test_nan_stays_in_its_head_and_in_its_weights_gradient():
     inputs, douts = make(ROWS, SIZE, torch.float32)
     clean = run(inputs, douts)
@@ -159,20 +123,6 @@ def test_nan_stays_in_its_head_and_in_its_weights_gradient():
     assert found["dq_weight"].isnan().all()
     for part in ("k_rot", "dk", "dk_weight"):
         assert torch.equal(found[part], clean[part])
-
-
-# ---- Heads and angles ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (1, 5)], ids=str)
-def test_angles_without_a_batch_are_every_samples(shape):
-    inputs, douts = make(shape, SIZE, torch.float32, shared=True)
-    shared = run(inputs, douts)
-    for name in ("cos", "sin"):
-        table = inputs[name][0]
-        without_batch = run(inputs | {name: table}, douts)
-        of_each = run(inputs | {name: table.expand(shape[0], -1, -1).contiguous()}, douts)
-        assert subject.same_bits(shared, without_batch) and subject.same_bits(shared, of_each)
 
 
 # ---- The weights' gradients ----------------------------------------------------------------------
@@ -222,90 +172,3 @@ def test_frozen_weights_get_no_gradient_and_no_buffer():
     assert dq_weight is None and dk_weight is None
     with_weights = qk_norm_rope_backward(*arguments)
     assert all(map(torch.equal, gradients, with_weights))
-
-
-# ---- Layouts -------------------------------------------------------------------------------------
-
-DENSE = [f"dimensions {a} and {b} exchanged" for a, b in ((0, 1), (0, 2), (1, 2))]
-LAYOUTS = {name: layout.place for name, layout in layouts_of(4).items()} | HEADS
-
-
-def laid_out(layout):
-    """Return heads (2, 4, 3, 16) laid out so, and the other arguments of the forward."""
-    _, _, q_weight, k_weight, cos, sin = make((2, 3), SIZE, torch.float32)[0].values()
-    x = LAYOUTS[layout](torch.randn(2, 4, 3, 16, device=DEVICE))
-    return x, (q_weight, k_weight, EPS, cos, sin)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", *DENSE])
-def test_results_have_the_layout_of_the_inputs(layout):
-    """The gradients too, however those that come in are laid out."""
-    x, others = laid_out(layout)
-    assert all(t.stride() == x.stride() for t in qk_norm_rope_forward(x, x, *others))
-    dy = torch.randn(x.shape, device=DEVICE)
-    dq, dk, *_ = qk_norm_rope_backward(dy, dy, x, x, *others)
-    assert dq.stride() == dk.stride() == x.stride()
-
-
-TAKEN = [n for n in LAYOUTS if laid_out(n)[0].stride(3) == 1 and n != "overlapping windows"]
-
-
-@pytest.mark.parametrize("layout", TAKEN)
-def test_adjacent_columns_are_not_copied(layout, monkeypatch):
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(qk_norm_rope_kernel, "_qk_norm_rope_fwd_kernel", kernel)
-    x, others = laid_out(layout)
-    qk_norm_rope_forward(x, x, *others)
-    q, k, *_ = kernel.__getitem__.return_value.call_args.args
-    assert [q[0][0].data_ptr(), k[0][0].data_ptr()] == 2 * [x.data_ptr()]
-
-
-# ---- The contract with autograd, and the function ------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "view", [lambda t: t, lambda t: t[..., ::2]], ids=["adjacent columns", "copied columns"]
-)
-def test_launchers_keep_out_of_autograd(view):
-    inputs, douts = make(ROWS, SIZE, torch.float32)
-    q, k, *others, cos, sin = (view(t) for t in inputs.values())
-    leaves = [t.detach().requires_grad_() for t in (q, k)]
-    rotated = qk_norm_rope_forward(*leaves, *others, EPS, cos, sin)
-    upstream = [view(t) for t in douts.values()]
-    gradients = qk_norm_rope_backward(*upstream, *leaves, *others, EPS, cos, sin)
-    assert not any(t.requires_grad for t in (*rotated, *gradients))
-
-
-@pytest.mark.parametrize("name", ["cos", "sin"])
-def test_gradient_of_the_angles_is_refused_not_silently_dropped(name):
-    inputs, _ = make(ROWS, SIZE, torch.float32)
-    inputs[name].requires_grad_()
-    with pytest.raises(ValueError, match="cos or sin requires grad, expected constants"):
-        norm_and_rope(*inputs.values())
-
-
-@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_unsqueeze_dim_is_honoured(unsqueeze_dim):
-    # as many heads as tokens: mixed up, nothing would raise
-    inputs, _ = make((2, 4), (4, 4, 16), torch.float32)
-    expected = norm_and_rope(*inputs.values())
-    q, k, q_weight, k_weight, cos, sin = inputs.values()
-    q, k = (t if unsqueeze_dim == 1 else t.transpose(1, 2) for t in (q, k))
-    found = triton_qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unsqueeze_dim)
-    for ours, right in zip(found, expected):
-        assert torch.equal(ours if unsqueeze_dim == 1 else ours.transpose(1, 2), right)
-        assert ours.stride() == q.stride()
-
-
-def test_other_unsqueeze_dim_is_refused_with_a_sentence():
-    q, k, q_weight, k_weight, cos, sin = make(ROWS, SIZE, torch.float32)[0].values()
-    with pytest.raises(ValueError, match=r"unsqueeze_dim is 0, expected 1 for \(B, heads, T, D\)"):
-        triton_qk_norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unsqueeze_dim=0)
-
-
-def test_backward_names_what_it_was_given():
-    inputs, douts = make(ROWS, SIZE, torch.float32)
-    q, k, q_weight, k_weight, cos, sin = inputs.values()
-    dq_rot, dk_rot = douts.values()
-    with pytest.raises(ValueError, match=r"dk_rot has shape \(2, 2, 2, 16\), expected"):
-        qk_norm_rope_backward(dq_rot, dk_rot[:, :, :2], q, k, q_weight, k_weight, EPS, cos, sin)

@@ -1,67 +1,92 @@
-"""What is RoPE's alone: heads and angles of any number, the drop-in for transformers,
-launchers in place.
+"""What is RoPE's alone, and what it has in common with the norm and RoPE in one: heads and angles
+of any number and layout, results that are rounded once, the drop-in for transformers.
 
 What every function has to do, RoPE too, is asked in tests/contracts_*_test.py.
 """
 
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from harness.benchmark.checking import (
     DEVICE,
     FLOOR,
     HAS_GPU,
-    Check,
     assert_all_passed,
     relative_error,
 )
 from harness.model.patching import called_function
-from next_steps.lessons import rope_kernel
+from next_steps.lessons.qk_norm_rope_kernel import (
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
+    triton_qk_norm_rope,
+)
 from next_steps.lessons.rope_kernel import (
-    TritonRoPEFunction,
     rope_backward,
     rope_forward,
     rope_reference,
     triton_apply_rotary_pos_emb,
 )
 from subjects import SUBJECTS, rope, subject
-from subjects.rope import HEADS, PACKED_HEADS, eager, of_packed_heads
+from subjects.qk_norm_rope import EPS
+from subjects.rope import HEADS, PACKED_HEADS, of_packed_heads
 from tests.fixtures import COMPILED_DTYPE, pads_rows
 from tests.layouts import layouts_of
 
 ROPE = SUBJECTS["rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")
 SMALL_SHAPE = (2, 3, 4, 2, 16)
+ROWS, SIZE = SMALL_SHAPE[:2], SMALL_SHAPE[2:]
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
+
+
+class Turns(NamedTuple):
+    """What turns heads."""
+
+    subject: subject.Subject
+    forward: Callable  # of q, k, cos, sin
+    backward: Callable  # of dq_rot, dk_rot, q, k, cos, sin: dq, dk
+    drop_in: Callable  # of q, k, cos, sin and perhaps unsqueeze_dim
+
+    def run(self, inputs, douts):
+        return subject.run(self.subject, self.subject.function, inputs, douts)
+
+
+def weights(x):
+    return 2 * (torch.linspace(-1, 2, x.shape[-1], device=DEVICE),)
+
+
+TURNS = {
+    "rope": Turns(
+        ROPE,
+        rope_forward,
+        lambda dq_rot, dk_rot, q, k, *angles: rope_backward(dq_rot, dk_rot, *angles),
+        triton_apply_rotary_pos_emb,
+    ),
+    "qk_norm_rope": Turns(
+        SUBJECTS["qk_norm_rope"],
+        lambda q, k, *angles: qk_norm_rope_forward(q, k, *weights(q), EPS, *angles),
+        lambda dq_rot, dk_rot, q, k, *angles: qk_norm_rope_backward(
+            dq_rot, dk_rot, q, k, *weights(q), EPS, *angles
+        )[:2],
+        lambda q, k, *angles, **dim: triton_qk_norm_rope(q, k, *weights(q), EPS, *angles, **dim),
+    ),
+}
+both = pytest.mark.parametrize("turns", TURNS.values(), ids=TURNS)
 
 
 def make_inputs(shape=SMALL_SHAPE, dtype=torch.float32, **options):
     """q, k, cos, sin, dq_rot and dk_rot: see the subject's record."""
     inputs, douts = rope.make(shape[:2], shape[2:], dtype, **options)
     return *inputs.values(), *douts.values()
-
-
-def named(tensors):
-    """Return the inputs and the gradients of the outputs, by their names."""
-    q, k, cos, sin, dq_rot, dk_rot = tensors
-    return {"q": q, "k": k, "cos": cos, "sin": sin}, {"q_rot": dq_rot, "k_rot": dk_rot}
-
-
-def run(function, *tensors):
-    """(q_rot, k_rot, dq, dk) of one forward and one backward; all tensors keep their strides."""
-    return tuple(subject.run(ROPE, function, *named(tensors)).values())
-
-
-def check_against_float64(*tensors) -> list[Check]:
-    """The kernel's q_rot, k_rot, dq and dk, each against float64."""
-    worst = max((t.dtype for t in tensors), key=FLOOR.get)
-    return subject.checks(ROPE, *named(tensors), dtype=worst)
 
 
 # ---- The numbers ---------------------------------------------------------------------------------
@@ -77,57 +102,75 @@ def test_reference_is_hugging_faces_formula(dtype):
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("which", [(2,), (3,), (2, 3)], ids=["cos", "sin", "both"])
-@pytest.mark.parametrize("shape", [(2, 3, 4, 2, 16), (3, 3, 2, 1, 8), (1, 5, 2, 1, 8)])
-def test_angles_without_a_batch_are_every_samples(shape, which):
-    inputs = list(make_inputs(shape, shared=True))
-    for i in which:
-        inputs[i] = inputs[i][0]
-    assert_all_passed(check_against_float64(*inputs))
-    table = inputs[which[0]]
-    inputs[which[0]] = torch.stack([table, 0 * table], dim=-1)[..., 0]  # columns with gaps
-    assert_all_passed(check_against_float64(*inputs))
+@pytest.mark.parametrize("which", [("cos",), ("sin",), ("cos", "sin")], ids="-".join)
+@pytest.mark.parametrize("shape", [(2, 3), (3, 3), (1, 5)], ids=str)
+@both
+def test_angles_without_a_batch_are_every_samples(turns, shape, which):
+    inputs, douts = turns.subject.make(shape, SIZE, torch.float32, shared=True)
+    shared = turns.run(inputs, douts)
+    tables = {name: inputs[name][0] for name in which}
+    with_gaps = {name: torch.stack([t, 0 * t], dim=-1)[..., 0] for name, t in tables.items()}
+    of_each = {name: t.expand(shape[0], -1, -1).contiguous() for name, t in tables.items()}
+    for angles in (tables, with_gaps, of_each):
+        assert subject.same_bits(turns.run(inputs | angles, douts), shared)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_angles_in_fp32_leave_q_and_k_their_dtype(dtype):
-    inputs = make_inputs(dtype=dtype, angle_dtype=torch.float32)
-    assert all(t.dtype == dtype for t in run(TritonRoPEFunction.apply, *inputs))
-    assert_all_passed(check_against_float64(*inputs))
+@pytest.mark.parametrize(
+    "of, options",
+    [
+        ("rope", {"dtype": torch.bfloat16, "angle_dtype": torch.float32}),
+        ("rope", {"dtype": torch.float16, "angle_dtype": torch.float32}),
+        ("qk_norm_rope", {"dtype": torch.float16, "angle_dtype": torch.float32}),
+        ("qk_norm_rope", {"dtype": torch.bfloat16, "weight_dtype": torch.float32}),
+        ("qk_norm_rope", {"dtype": torch.float32, "weight_dtype": torch.bfloat16}),
+    ],
+    ids=str,
+)
+def test_q_and_k_keep_their_dtype_whatever_the_others_are(of, options):
+    turns = TURNS[of]
+    inputs, douts = turns.subject.make(ROWS, SIZE, **options)
+    found = turns.run(inputs, douts)
+    assert all(found[part].dtype == options["dtype"] for part in ("q_rot", "k_rot", "dq", "dk"))
+    worst = max((t.dtype for t in inputs.values()), key=FLOOR.get)
+    assert_all_passed(subject.checks(turns.subject, inputs, douts, dtype=worst))
 
 
 def test_q_and_k_may_differ_in_dtype():
-    q, _, cos, sin, dq_rot, _ = make_inputs()
-    _, k, _, _, _, dk_rot = make_inputs(dtype=torch.float16)
-    assert_all_passed(check_against_float64(q, k, cos, sin, dq_rot, dk_rot))
+    inputs, douts = rope.make(ROWS, SIZE, torch.float32)
+    halves, half_douts = rope.make(ROWS, SIZE, torch.float16)
+    inputs, douts = inputs | {"k": halves["k"]}, douts | {"k_rot": half_douts["k_rot"]}
+    assert_all_passed(subject.checks(ROPE, inputs, douts, dtype=torch.float16))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sum_is_rounded_once(dtype):
-    # What is rounded once is float64's answer, but for ties.
-    inputs = make_inputs((2, 8, 8, 2, 64), dtype)
-    ref64 = run(rope_reference, *(t.double() for t in inputs))
-    runs = run(TritonRoPEFunction.apply, *inputs), ref64, run(eager, *inputs)
-    for ours, ref, theirs in zip(*runs):
-        right, rounded_twice = ((t == ref.to(dtype)).float().mean() for t in (ours, theirs))
-        assert right > 0.99 > rounded_twice
-        assert relative_error(ours, ref) < relative_error(theirs, ref)
+@both
+def test_results_are_rounded_once(turns, dtype):
+    # What is rounded once is float64's answer, but for ties and rounding in fp32.
+    inputs, douts = turns.subject.make((2, 8), (8, 2, 64), dtype)
+    ref64, (theirs,) = subject.references(turns.subject, inputs, douts)
+    ours = turns.run(inputs, douts)
+    for part in ("q_rot", "k_rot", "dq", "dk"):
+        right, rounded_often = (
+            (t[part] == ref64[part].to(dtype)).float().mean() for t in (ours, theirs)
+        )
+        assert right > 0.99 > rounded_often, part
+        assert relative_error(ours[part], ref64[part]) < relative_error(theirs[part], ref64[part])
 
 
 def test_nan_and_inf_stay_in_their_pair():
-    inputs = make_inputs()
-    clean = run(TritonRoPEFunction.apply, *inputs)
-    inputs[0][1, 2, 0, 3] = math.nan
-    inputs[4][1, 2, 0, 5] = math.inf
-    q_rot, k_rot, dq, dk = run(TritonRoPEFunction.apply, *inputs)
-    for now, then, column in ((q_rot, clean[0], 3), (dq, clean[2], 5)):
-        changed = torch.zeros_like(now, dtype=torch.bool)
+    inputs, douts = rope.make(ROWS, SIZE, torch.float32)
+    clean = TURNS["rope"].run(inputs, douts)
+    inputs["q"][1, 2, 0, 3] = math.nan
+    douts["q_rot"][1, 2, 0, 5] = math.inf
+    found = TURNS["rope"].run(inputs, douts)
+    for part, column in (("q_rot", 3), ("dq", 5)):
+        changed = torch.zeros_like(clean[part], dtype=torch.bool)
         changed[1, 2, 0, [column, column + 8]] = True
-        assert not now[changed].isfinite().any() and torch.equal(now[~changed], then[~changed])
-    assert torch.equal(k_rot, clean[1]) and torch.equal(dk, clean[3])
+        assert not found[part][changed].isfinite().any()
+        assert torch.equal(found[part][~changed], clean[part][~changed])
+    assert all(torch.equal(found[part], clean[part]) for part in ("k_rot", "dk"))
 
 
 # ---- Shapes and layouts --------------------------------------------------------------------------
@@ -143,10 +186,13 @@ def laid_out(layout):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", *DENSE])
-def test_outputs_have_the_layout_of_the_inputs(layout):
+@both
+def test_results_have_the_layout_of_the_inputs(turns, layout):
+    """RoPE's gradients have that of the gradients that come in, the norm's that of q and k."""
     x, angles = laid_out(layout)
-    for launcher in (rope_forward, rope_backward):
-        assert all(t.stride() == x.stride() for t in launcher(x, x, *angles))
+    dy = x if turns.subject is ROPE else torch.randn(x.shape, device=DEVICE)
+    for results in (turns.forward(x, x, *angles), turns.backward(dy, dy, x, x, *angles)):
+        assert all(t.stride() == x.stride() for t in results)
 
 
 def test_part_of_a_fused_projection_gives_dense_tokens():
@@ -154,37 +200,48 @@ def test_part_of_a_fused_projection_gives_dense_tokens():
     assert all(t.transpose(1, 2).is_contiguous() for t in rope_forward(x, x, *angles))
 
 
-@pytest.mark.parametrize("layout", [n for n in LAYOUTS if laid_out(n)[0].stride(3) == 1])
-def test_adjacent_columns_are_not_copied(layout, monkeypatch):
-    kernel = mock.MagicMock()
-    monkeypatch.setattr(rope_kernel, "_rope_kernel", kernel)
+ADJACENT = [
+    (of, name)
+    for of in TURNS
+    for name in LAYOUTS
+    if laid_out(name)[0].stride(3) == 1
+    if (of, name) != ("qk_norm_rope", "overlapping windows")
+]
+
+
+@pytest.mark.parametrize("of, layout", ADJACENT)
+def test_adjacent_columns_are_not_copied(of, layout, monkeypatch):
+    kernel, turns = mock.MagicMock(), TURNS[of]
+    name = {"rope": "_rope_kernel", "qk_norm_rope": "_qk_norm_rope_fwd_kernel"}[of]
+    monkeypatch.setattr(turns.subject.kernels[0], name, kernel)
     x, (cos, sin) = laid_out(layout)
-    rope_forward(x, x, cos, sin)
-    args = kernel.__getitem__.return_value.call_args.args
-    pointers = [arg[0].data_ptr() for arg in args if isinstance(arg, tuple)]
-    assert pointers[:4] == [t.data_ptr() for t in (x, x, cos, sin)] and len(pointers) == 6
+    turns.forward(x, x, cos, sin)
+    args = tree_leaves(kernel.__getitem__.return_value.call_args.args)
+    pointers = [t.data_ptr() for t in args if isinstance(t, torch.Tensor)]
+    assert [pointers.count(t.data_ptr()) for t in (x, cos, sin)] == [2, 1, 1]
 
 
 # ---- The contract with autograd ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", [rope_forward, rope_backward])
 @pytest.mark.parametrize(
     "view", [lambda t: t, lambda t: t[..., ::2]], ids=["adjacent columns", "copied columns"]
 )
-def test_launchers_keep_out_of_autograd(launcher, view):
+@both
+def test_launchers_keep_out_of_autograd(turns, view):
     q, k, cos, sin, *_ = (view(t) for t in make_inputs())
-    assert not any(
-        t.requires_grad for t in launcher(q.requires_grad_(), k.requires_grad_(), cos, sin)
-    )
+    q, k = q.requires_grad_(), k.requires_grad_()
+    results = *turns.forward(q, k, cos, sin), *turns.backward(q, k, q, k, cos, sin)
+    assert not any(t.requires_grad for t in results)
 
 
 @pytest.mark.parametrize("position", [0, 1], ids=["cos", "sin"])
-def test_gradient_of_the_angles_is_refused_not_silently_dropped(position):
+@both
+def test_gradient_of_the_angles_is_refused_not_silently_dropped(turns, position):
     q, k, *angles = make_inputs()[:4]
     angles[position].requires_grad_()
     with pytest.raises(ValueError, match="cos or sin requires grad, expected constants"):
-        TritonRoPEFunction.apply(q, k, *angles)
+        turns.drop_in(q, k, *angles)
 
 
 # ---- The drop-in ---------------------------------------------------------------------------------
@@ -202,34 +259,30 @@ def test_signature_is_transformers_own():
     ]
 
 
-@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
-def test_unsqueeze_dim_is_honoured(unsqueeze_dim):
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    inputs = make_inputs((2, 4, 4, 4, 16))  # as many heads as tokens: mixed up, nothing would raise
-    q, k, cos, sin, *upstream = (
-        inputs if unsqueeze_dim == 1 else (t.transpose(1, 2) if t.ndim == 4 else t for t in inputs)
-    )
-    ours, theirs = (
-        run(lambda *args, f=f: f(*args, unsqueeze_dim=unsqueeze_dim), q, k, cos, sin, *upstream)
-        for f in (triton_apply_rotary_pos_emb, apply_rotary_pos_emb)
-    )
-    assert all(relative_error(a, b) < FLOOR[torch.float32] for a, b in zip(ours, theirs))
-    assert ours[0].stride() == q.stride() and ours[1].stride() == k.stride()
+@both
+def test_unsqueeze_dim_is_honoured(turns):
+    # as many heads as tokens: mixed up, nothing would raise
+    q, k, cos, sin, *_ = make_inputs((2, 4, 4, 4, 16))
+    expected = turns.drop_in(q, k, cos, sin, unsqueeze_dim=1)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    for ours, right, x in zip(turns.drop_in(q, k, cos, sin, unsqueeze_dim=2), expected, (q, k)):
+        assert torch.equal(ours.transpose(1, 2), right) and ours.stride() == x.stride()
 
 
-def test_other_unsqueeze_dim_is_refused_with_a_sentence():
+@both
+def test_other_unsqueeze_dim_is_refused_with_a_sentence(turns):
     with pytest.raises(ValueError, match=r"unsqueeze_dim is 0, expected 1 for \(B, heads, T, D\)"):
-        triton_apply_rotary_pos_emb(*make_inputs()[:4], unsqueeze_dim=0)
+        turns.drop_in(*make_inputs()[:4], unsqueeze_dim=0)
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
 
 
-def test_backward_names_what_it_was_given():
-    q, k, cos, sin, *_ = make_inputs()
+@both
+def test_backward_names_what_it_was_given(turns):
+    q, k, cos, sin, dq_rot, dk_rot = make_inputs()
     with pytest.raises(ValueError, match=r"dk_rot has shape \(2, 2, 2, 16\), expected"):
-        rope_backward(q, k[:, :, :2], cos, sin)
+        turns.backward(dq_rot, dk_rot[:, :, :2], q, k, cos, sin)
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

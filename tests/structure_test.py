@@ -140,13 +140,12 @@ def test_every_folder_is_a_room_that_is_small_and_says_what_lives_there():
 
 @pytest.mark.parametrize("module", [module for module in MODULES if IS_LESSON[module]])
 def test_a_lesson_can_be_carried_away(module):
-    """It needs kernel_support beside it.
-
-    Linear + cross-entropy and reverse KL also need the lesson that they are made of.
-    """
+    """It needs kernel_support beside it, and three need the lesson that they build on."""
     beside = {SUPPORT}
     if "linear_cross_entropy" in module or "reverse_kl" in module:
         beside.add("cross_entropy_kernel")
+    if "qk_norm_rope" in module:
+        beside.add("next_steps.lessons.rope_kernel")
     assert imports(module) and imports(module) <= beside
 
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, relative_error
-from harness.steps import timing
-from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
     swiglu_backward,
@@ -23,7 +21,6 @@ from subjects.swiglu import swiglu as act
 from tests import tiles
 from tests.fixtures import needs_gpu, pads_rows, poisoned_outputs
 
-MEMORY_SHAPE = (16_384, 14_336)
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
 NAN, INF = float("nan"), float("inf")
 
@@ -59,13 +56,6 @@ def test_silu_is_rounded_before_up_multiplies_it(dtype):
     gate, up, _ = make_inputs((32, 256), dtype)
     same = act(gate, up) == swiglu_reference(gate, up)
     assert same.float().mean() > 0.99
-
-
-def test_halves_of_one_tensor_with_the_shipped_block_size(monkeypatch):
-    tiles.shipped_tiles(monkeypatch)
-    gate, up, dy = make_inputs((3, 2100))
-    gate, up = torch.cat([gate, up], -1).chunk(2, -1)
-    assert_all_passed(check_against_float64(gate, up, dy))
 
 
 # Where fp32 holds exp(-gate) no more, where it is no longer added to 1, and where gate times
@@ -239,29 +229,16 @@ def test_inplace_refusal_comes_in_the_forward(leaves):
         TritonSwiGLU(inplace=True)(*leaves[:2])
 
 
-def test_inplace_takes_two_parts_of_one_tensor():
-    gate, up, dy = make_inputs((4, 64))
-    expected = swiglu_backward(dy, gate, up)
-    both = torch.stack([gate, up])
-    swiglu_backward(dy, *both, inplace=True)
-    assert torch.equal(both, torch.stack(expected[:2]))
-
-
 # ---- Bad input -----------------------------------------------------------------------------------
 
 ONES = torch.ones(4, 64, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    "dy, error, sentence",
-    [
-        (ONES[:3], ValueError, r"dy has shape \(3, 64\), expected \(4, 64\)"),
-        (ONES.half(), TypeError, "dy is torch.float16, expected torch.float32"),
-    ],
-)
-def test_dy_unlike_gate_is_refused_with_a_sentence(dy, error, sentence):
-    with pytest.raises(error, match=sentence):
-        swiglu_backward(dy, ONES, ONES)
+def test_dy_unlike_gate_is_refused_with_a_sentence():
+    with pytest.raises(ValueError, match=r"dy has shape \(3, 64\), expected \(4, 64\)"):
+        swiglu_backward(ONES[:3], ONES, ONES)
+    with pytest.raises(TypeError, match=r"dy is torch\.float16, expected torch\.float32"):
+        swiglu_backward(ONES.half(), ONES, ONES)
 
 
 # ---- torch.compile -------------------------------------------------------------------------------
@@ -306,35 +283,3 @@ def test_inplace_at_any_address(dtype, odd, monkeypatch):
             copies[odd - 1] = memory[1:].view(inputs[0].shape).copy_(inputs[odd - 1])
         found = swiglu_backward(copies[2], *copies[:2], inplace=True, need_y=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
-
-
-@needs_gpu
-def test_new_row_counts_of_halves_compile_no_new_kernels(compiled_kernels):
-    def step(n_rows):
-        gate, up, dy = make_inputs((n_rows, 320), torch.bfloat16)
-        run(act, *torch.cat([gate, up], -1).chunk(2, -1), dy)
-
-    for kernel in (swiglu_kernel._swiglu_fwd_kernel, swiglu_kernel._swiglu_bwd_kernel):
-        kernel.device_caches.clear()
-    step(48)
-    assert len(compiled_kernels) == 2, (
-        "the hook must see the first compilation, or it proves nothing about the others"
-    )
-    for n_rows in (2, 15, 16, 17, 1000, 1024):  # the halves of one row have no gap between rows
-        step(n_rows)
-    assert compiled_kernels[2:] == []
-
-
-@needs_gpu
-def test_in_place_takes_the_output_and_nothing_else(gpu_memory):
-    gpu_memory(6)
-    values = torch.randn(MEMORY_SHAPE, dtype=torch.bfloat16, device=DEVICE)
-    dy = torch.randn_like(values)
-
-    def forward_and_backward():
-        # results; the additions keep nothing for the backward
-        gate, up = (values + values.new_zeros((), requires_grad=True) for _ in range(2))
-        TritonSwiGLU(inplace=True)(gate, up).backward(dy)
-
-    extra = timing.peak_extra_bytes(forward_and_backward) - 2 * values.nbytes
-    assert extra <= values.nbytes + 2**20

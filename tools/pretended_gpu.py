@@ -85,24 +85,32 @@ def pretend_gpu():
 
 
 def launch(case: Case, dtype: torch.dtype) -> None:
-    """Launch an evaluation, then forward and backward as in training; or just the call."""
+    """Call as in an evaluation, then forward and backward as in training."""
 
     def make(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
+    def call() -> None:
+        is_function = isinstance(case.function, type)
+        (case.function.apply if is_function else case.function)(*arguments)
+
+    def forward_and_backward(function: type, *arguments):
+        needs_grad = (any(each is t for t in needed) for each in arguments)
+        context = StubContext(needs_input_grad=tuple(needs_grad))
+        with replaced(torch, is_grad_enabled=lambda: False):
+            outputs = function.forward(context, *arguments)
+            gradients = map(torch.empty_like, outputs if isinstance(outputs, tuple) else (outputs,))
+            function.backward(context, *gradients)
+        return outputs
+
     arguments = case.arguments(make)
-    if not isinstance(case.function, type):
-        case.function(*arguments)
-        return
-    needs_grad = (
-        isinstance(a, torch.Tensor) and a.is_floating_point() and i not in case.frozen
-        for i, a in enumerate(arguments)
-    )
-    context = StubContext(needs_input_grad=tuple(needs_grad))
-    case.function.apply(*arguments)
-    outputs = case.function.forward(context, *arguments)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    case.function.backward(context, *map(torch.empty_like, outputs))
+    call()
+    tensors = (a for a in arguments[: case.needed] if isinstance(a, torch.Tensor))
+    needed = [t for t in tensors if t.is_floating_point()]
+    trained = replaced(torch.autograd.Function, apply=classmethod(forward_and_backward))
+    if needed:
+        with trained, replaced(torch, is_grad_enabled=lambda: True):
+            call()
 
 
 # ---------------------------------------------------------------- what the compiler reports

@@ -1,1 +1,1 @@
-"""How an exercise is judged and its mistake is named.  May import the tests' subjects."""
+"""How an exercise is judged and its mistake is named.  May import the subjects."""

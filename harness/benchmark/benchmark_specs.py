@@ -7,6 +7,8 @@ implementations (benchmark_contenders.py, and of other libraries benchmark_peers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.profiling.kernel_facts import Launch, launch_of
+
 DTYPES = "bf16", "fp16", "fp32"
 LLAMA_HIDDEN, LLAMA_INTERMEDIATE, LLAMA_VOCAB = 4096, 14_336, 128_256
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128  # of LLaMA 3.1 8B
@@ -65,19 +67,18 @@ class Dimension:
 class Spec:
     """One kernel's sizes, least work and words.
 
-    `work` counts the tensors as large as the input that must be read or written, forward and
-    backward together.  Every implementation is given the same count.  So a column of GB/s compares
-    times, and nothing else.
+    The least work is what our kernels' launches move in kernel_facts.py.  Every implementation is
+    given the same count.  So a column of GB/s compares times, and nothing else.
     """
 
     title: str
     gpu_tokens: tuple[int, ...]  # measured by default
     dimensions: tuple[Dimension, ...]  # of the input, after the tokens
-    work: int
     errors: tuple[str, ...]  # a problem's parts
+    launches: tuple[str, ...] = ()  # beginnings of our kernels' names, forward and backward
+    spared: int = 0  # passes of these launches that the benchmark does not ask for
+    flops: int = 0  # for each element, of matrix products; then the rate is TFLOP/s
     cpu_tokens: tuple[int, ...] = CPU_TOKENS
-    beside: float = 0  # bytes for each element, of tensors that are not as large
-    rate: Rate = BANDWIDTH
     rows: str = "Tokens"  # what the first dimension counts; --tokens sets only tokens
     judged: str = "gradients' errors"
     notes: tuple[str, ...] = ()  # above the table
@@ -85,6 +86,27 @@ class Spec:
 
     def tokens(self, on_gpu: bool) -> list[int]:
         return list(self.gpu_tokens if on_gpu else self.cpu_tokens)
+
+    @property
+    def rate(self) -> Rate:
+        return COMPUTE if self.flops else BANDWIDTH
+
+    @property
+    def work(self) -> int:
+        """The tensors as large as the input that must be read or written, or the FLOP."""
+        return self.flops or sum(launch.passes for launch in self.moves()) - self.spared
+
+    @property
+    def beside(self) -> float:
+        """Bytes for each element, of tensors that are not as large."""
+        return sum(launch.beside for launch in self.moves())
+
+    def moves(self) -> list[Launch]:
+        return [launch_of(name)[1] for name in self.launches]
+
+    def per_element(self, width: int) -> float:
+        """Return the least work for each element of the input, a number being so wide."""
+        return self.flops or self.work * width + self.beside
 
 
 def columns(*gpu: int, cpu: int, flag: str | None = "hidden") -> Dimension:
@@ -99,22 +121,19 @@ SPECS = {
         "RMSNorm",
         (256, 1024, 4096, 16_384, 65_536),
         (HIDDEN,),
-        # Forward: reads x, writes y. Backward: reads x and dy, writes dx. The weight and one number
-        # per row are less than 0.1 % of that.
-        work=5,
-        errors=("dx", "dW"),
+        ("dx", "dW"),
+        ("_rmsnorm_fwd", "_rmsnorm_bwd"),  # the weight and rstd are less than 0.1 % of that
         swept_tokens=16_384,
     ),
     "cross_entropy": Spec(
         "Cross-Entropy",
         (128, 256, 512, 1024, 8192),
         (VOCABULARY,),
-        # Forward: reads the logits. Backward: reads them again, since nothing stays on the chip
-        # between the two, and writes their gradient. An implementation that computes the gradient
-        # in the forward can read a part from the cache. So it can come closer to the copy rate, or
-        # pass it.
-        work=3,
-        errors=("target", "other"),
+        ("target", "other"),
+        # The backward reads the logits again, since nothing stays on the chip between the two. An
+        # implementation that computes the gradient in the forward can read a part from the cache.
+        # So it can come closer to the copy rate, or pass it.
+        ("_cross_entropy_fwd", "_cross_entropy_bwd"),
         notes=("in place: the gradient overwrites the logits, which are lost",),
         swept_tokens=8192,
     ),
@@ -122,9 +141,9 @@ SPECS = {
         "SwiGLU",
         (1024, 16_384),
         (columns(LLAMA_INTERMEDIATE, cpu=CPU_INTERMEDIATE),),
-        # Forward: reads gate and up, writes y. Backward: reads dy, gate and up, writes dgate, dup.
-        work=8,
-        errors=("y", "dgate", "dup"),
+        ("y", "dgate", "dup"),
+        ("_swiglu_fwd", "_swiglu_bwd"),
+        spared=1,  # only an MLP asks the backward for y
         judged="errors of y and the gradients",
         notes=("in place: the gradients overwrite gate and up, which are lost",),
     ),
@@ -132,10 +151,9 @@ SPECS = {
         "RoPE",
         (512, 8192, 32_768),
         (columns(ROPE_COLUMNS, cpu=ROPE_COLUMNS, flag=None),),
-        # Forward: reads q and k, writes both. Backward: the same with their gradients. cos and sin
-        # are as long as one head of 40, if all samples share them.
-        work=4,
-        errors=("rotated", "gradient"),
+        ("rotated", "gradient"),
+        # cos and sin are as long as one head of 40, if all samples share them.
+        ("_rope", "_rope"),
         judged="errors of the rotated and of the gradients",
         notes=(
             f"columns: of q ({Q_HEADS} heads x {HEAD_DIM}) and k ({K_HEADS} x {HEAD_DIM}), "
@@ -147,10 +165,8 @@ SPECS = {
         "QK Norm + RoPE",
         (512, 8192, 32_768),
         (columns(ROPE_COLUMNS, cpu=ROPE_COLUMNS, flag=None),),
-        # Forward: reads q and k, writes both. Backward: reads both and the gradients of the
-        # results, writes the gradients of q and k. cos and sin are as in RoPE.
-        work=5,
-        errors=("rotated", "gradient", "dW"),
+        ("rotated", "gradient", "dW"),
+        ("_qk_norm_rope_fwd", "_qk_norm_rope_bwd"),
         judged="errors of the rotated and of the gradients",
         notes=(
             f"columns: of q ({Q_HEADS} heads x {HEAD_DIM}) and k ({K_HEADS} x {HEAD_DIM}) as "
@@ -161,8 +177,8 @@ SPECS = {
         "AdamW",
         (LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),  # an MLP's projection: 58.7 million
         (),
-        work=7,  # reads p, g, m and v, writes p, m and v
-        errors=("update",),
+        ("update",),
+        ("_adamw_kernel",),
         cpu_tokens=(CPU_PARAMETERS,),
         rows="Parameters",
         judged="error of what a step adds to the weights",
@@ -175,9 +191,8 @@ SPECS = {
         "AdamW, 8-bit moments",
         (LLAMA_HIDDEN * LLAMA_INTERMEDIATE,),
         (),
-        work=3,  # reads p and g, writes p
-        beside=4 + 16 / 256,  # reads and writes the codes of m and v, and two scales of a block
-        errors=("update",),
+        ("update",),
+        ("_adamw8",),
         cpu_tokens=(CPU_PARAMETERS,),
         rows="Parameters",
         judged="error of what a step adds to the weights",
@@ -190,17 +205,16 @@ SPECS = {
         "Linear + Cross-Entropy",
         (512, 8192),
         (HIDDEN, VOCABULARY),
-        work=6,  # FLOP: three products, each with a multiply and an add per logit and hidden column
-        errors=("dhidden", "dW target", "dW other"),
-        rate=COMPUTE,
+        ("dhidden", "dW target", "dW other"),
+        flops=6,  # three products, each with a multiply and an add per logit and hidden column
         notes=("Forward: those that keep no logits compute the gradients in it",),
     ),
     "reverse_kl": Spec(
         "Reverse KL",
         (4096,),
         (Dimension("vocabulary", (32_768, 65_536, 131_072), (CPU_VOCAB,), "vocab"),),
-        work=3,  # reads student and teacher, writes the gradient
-        errors=("probable", "other"),
+        ("probable", "other"),
+        ("_reverse_kl_fwd",),
         notes=(
             "ours: one pass and the gradient in the forward; "
             "two kernels: the backward reads the logits again",
@@ -212,9 +226,8 @@ SPECS = {
         "NF4",
         (LLAMA_HIDDEN * LLAMA_HIDDEN // 4, LLAMA_HIDDEN * LLAMA_INTERMEDIATE),  # k, up
         (),
-        work=1,  # writes the weight
-        beside=1 / 2 + 1 / 64 + 4 / (64 * 256),  # reads for each number a code and its scales
-        errors=("weight",),
+        ("weight",),
+        ("_nf4_dequantize",),
         cpu_tokens=(CPU_QUANTIZED,),
         rows="Numbers",
         judged="error of the weight",
@@ -224,9 +237,8 @@ SPECS = {
         "FP8",
         (512, 8192),
         (columns(LLAMA_HIDDEN, LLAMA_INTERMEDIATE, cpu=CPU_COLUMNS),),
-        work=1,  # reads the matrix
-        beside=1,  # writes a code for each number
-        errors=("rows",),
+        ("rows",),
+        ("_fp8_quantize",),
         judged="error of the rows",
         notes=("one call finds scales and codes of all rows, and has no backward",),
     ),
@@ -234,9 +246,8 @@ SPECS = {
         "FP8 Casts: SwiGLU",
         (512, 8192),
         (columns(LLAMA_INTERMEDIATE, cpu=CPU_COLUMNS),),
-        work=5,  # forward: reads gate and up; backward: reads dy, gate and up
-        beside=4,  # writes 1 byte of codes, then 3
-        errors=("y", "gradients", "y again"),
+        ("y", "gradients", "y again"),
+        ("_swiglu_fp8_fwd", "_swiglu_fp8_bwd"),
         judged="errors of what the codes stand for",
         notes=(
             "one call is a forward, and a backward that computes y again: codes and scales of all",

@@ -262,5 +262,5 @@ def cost_of_kernel(name: str, launches: int, sizes: Sizes) -> Cost | None:
     if launch is None or launch.tensor is None:
         return None
     shares = sizes.layers * sizes.micro_batches if launch.every_launch else launches
-    n_bytes = getattr(sizes, launch.tensor) / shares
-    return Cost(launch.passes * n_bytes, launch.flops * n_bytes / sizes.width)
+    numbers = getattr(sizes, launch.tensor) / sizes.width / shares
+    return Cost(launch.bytes_per_number(sizes.width) * numbers, launch.flops * numbers)

@@ -1,8 +1,9 @@
 """The facts about each kernel, one row for each.  Imports neither PyTorch nor the kernels.
 
 Attribution, diagnosis, ladder, tables of memory, --kernels and the benchmark's list read these
-rows.  docs/add_a_kernel.md adds a kernel and all that belongs to it.  tests/kernel_facts_test.py
-says what is missing.
+rows.  What a kernel moves stands here alone: the ladder's floors and the benchmark's GB/s follow.
+docs/add_a_kernel.md adds a kernel and all that belongs to it.  tests/kernel_facts_test.py says
+what is missing.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: a code, and a share of its scales
 CATEGORIES = [  # of a profile, in the order of its table
     *("matmul", "attention", "normalization", "loss", "activation", "rotary", ADAPTERS),
     *(DEQUANTIZATION, FP8_CASTS, OTHER, "optimizer", COMMUNICATION, UNATTRIBUTED),
@@ -47,8 +49,14 @@ class Launch:
     # Of Sizes.  None: the kernel moves next to nothing in a step, or tensors of several sizes.
     tensor: str | None = None
     passes: float = 0  # over that tensor
+    beside: float = 0  # bytes per number that do not depend on the dtype, as of codes
     flops: int = 0  # per number, counted in the kernel's source; an exponential is one
     every_launch: bool = True  # a launch does one layer's tensor; else a step's launches share it
+    floor: int = 0  # how often a fused step does a layer's, or the step's, tensor
+
+    def bytes_per_number(self, width: int) -> float:
+        """Return the bytes it moves for each number of the tensor, a number being so wide."""
+        return self.passes * width + self.beside
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,8 @@ class Facts:
     launches: tuple[Launch, ...] = ()
     module: tuple[str, str] | None = None  # (our module, the part of a family that it replaces)
     rung: int | None = None  # its place on the ladder, the largest cost of the baseline first
-    floor: dict[str, int] | None = None  # what it still moves: a tensor of Sizes, passes over it
+    # Beside its launches' floor: a tensor of Sizes, passes over it.
+    floor: dict[str, int] = field(default_factory=dict)
     # A category that it makes smaller without taking it over -> the diagnosis's advice.
     advice: dict[str, str] = field(default_factory=dict)
     # A function, "module:name" -> what the tables of memory call the tensors that it asks for.
@@ -83,7 +92,8 @@ class Facts:
 
     def floor_bytes(self, sizes: Sizes) -> int:
         """Return the bytes that it still has to read and write in a step."""
-        return sum(passes * getattr(sizes, tensor) for tensor, passes in self.floor.items())
+        passes = [(each.tensor, each.floor * each.passes) for each in self.launches if each.floor]
+        return sum(n * getattr(sizes, tensor) for tensor, n in (*passes, *self.floor.items()))
 
 
 ROWS = [
@@ -94,13 +104,13 @@ ROWS = [
         category="normalization",
         functions={"RMSNorm": "normalization"},
         launches=(
-            Launch("_rmsnorm_fwd", "stream", passes=2, flops=4),  # x in, y out
-            Launch("_rmsnorm_bwd", "stream", passes=3, flops=9),  # dy, x in, dx out
+            # a layer has two norms: x in, y out
+            Launch("_rmsnorm_fwd", "stream", passes=2, flops=4, floor=2),
+            Launch("_rmsnorm_bwd", "stream", passes=3, flops=9, floor=2),  # dy, x in, dx out
             Launch("_rmsnorm_dw"),  # sums the programs' parts of dW
         ),
         module=("TritonRMSNorm", "RMSNorm"),
         rung=2,
-        floor={"stream": 2 * 5},  # two norms: x, y; dy, x, dx
         allocates={"rmsnorm_kernel:rmsnorm_forward": "normalization"},
     ),
     Facts(
@@ -126,16 +136,15 @@ ROWS = [
         category="activation",
         functions={"SwiGLU": "activation"},
         launches=(
-            Launch("_swiglu_fwd", "inner", passes=3, flops=6),  # gate, up in, y out
+            Launch("_swiglu_fwd", "inner", passes=3, flops=6, floor=1),  # gate, up in, y out
             # dy, gate, up in; dgate, dup, y out
-            Launch("_swiglu_bwd", "inner", passes=6, flops=13),
+            Launch("_swiglu_bwd", "inner", passes=6, flops=13, floor=1),
             # the same, with two and three thin products, which are not counted here
             Launch("_swiglu_lora_fwd", "inner", passes=3, flops=10),
             Launch("_swiglu_lora_bwd", "inner", passes=6, flops=19),
         ),
         module=("TritonLlamaMLP", "MLP"),
         rung=4,
-        floor={"inner": 9},  # gate, up, y; dy, gate, up, dgate, dup, y
         allocates={"next_steps.layers.llama_mlp:SwiGLUMLPFunction.forward": "MLP"},
     ),
     Facts(
@@ -144,11 +153,10 @@ ROWS = [
         patches="model",
         category="rotary",
         functions={"RoPE": "rotary"},
-        # q, k (or their gradients) in and out
-        launches=(Launch("_rope", "heads", passes=2, flops=3),),
+        # q, k in and out; then their gradients
+        launches=(Launch("_rope", "heads", passes=2, flops=3, floor=2),),
         rung=3,
-        # q, k in and out; their gradients.  With norms, the backward reads q and k again.
-        floor={"heads": 4, "unrotated": -4, "head_norms": 1},
+        floor={"unrotated": -4, "head_norms": 1},  # with norms, the backward reads q and k again
         allocates={"next_steps.lessons.rope_kernel:rope_forward": "q and k, rotated"},
     ),
     Facts(
@@ -172,9 +180,11 @@ ROWS = [
         patches="optimizer",
         category="optimizer",
         # p, g, m, v in; p, m, v out
-        launches=(Launch("_adamw_kernel", "weights", passes=7, flops=14, every_launch=False),),
+        launches=(
+            Launch("_adamw_kernel", "weights", passes=7, flops=14, every_launch=False, floor=1),
+        ),
         rung=1,
-        floor={"weights": 7, "coded": -4},  # m and v in and out
+        floor={"coded": -4},  # m and v in and out
         memory={
             "gradients": "updates a weight as soon as its gradient is complete, "
             "which is then freed",
@@ -187,9 +197,10 @@ ROWS = [
         lesson="next_steps.lessons.adamw8",
         patches=None,  # --moments 8bit puts it in the place of adamw's kernel
         category="optimizer",
-        # in bf16: p, g in, p out; the codes of m and v, two of which are as long as one number, and
-        # the scales, in and out
-        launches=(Launch("_adamw8", "weights", passes=5.03, flops=42, every_launch=False),),
+        launches=(
+            # p, g in, p out; the codes of m and v, and two scales of 256 numbers, in and out
+            Launch("_adamw8", "weights", passes=3, beside=4.0625, flops=42, every_launch=False),
+        ),
     ),
     Facts(
         name="linear_cross_entropy",
@@ -257,8 +268,10 @@ ROWS = [
         patches=None,  # --quantize nf4 puts it in, when a model is loaded
         category=DEQUANTIZATION,
         functions={"NF4Linear": DEQUANTIZATION},  # and matrix products, told apart before
-        # the weight out, in bf16, and the codes in, of which four are as long as one number
-        launches=(Launch("_nf4_dequantize", "projection", passes=1.26, flops=1),),
+        launches=(
+            # codes and scales in, the weight out
+            Launch("_nf4_dequantize", "projection", passes=1, beside=NF4_BYTES, flops=1),
+        ),
     ),
     Facts(
         name="fp8",
@@ -266,9 +279,9 @@ ROWS = [
         category=FP8_CASTS,
         # of weights, activations and gradients, all sizes together
         launches=(
-            # bf16 in, codes out; a code in, a code out
-            Launch("_fp8_quantize", "quantized", passes=1.5, flops=3, every_launch=False),
-            Launch("_fp8_transpose", "transposed", passes=1, flops=1, every_launch=False),
+            # a number in, a code out; a code in, a code out
+            Launch("_fp8_quantize", "quantized", passes=1, beside=1, flops=3, every_launch=False),
+            Launch("_fp8_transpose", "transposed", beside=2, flops=1, every_launch=False),
         ),
     ),
     Facts(
@@ -276,12 +289,11 @@ ROWS = [
         lesson="next_steps.lessons.fp8_casts",
         category=FP8_CASTS,
         launches=(
-            # x in, half as many bytes of codes out
-            Launch("_rmsnorm_fp8", "stream", passes=1.5, flops=7),
+            Launch("_rmsnorm_fp8", "stream", passes=1, beside=1, flops=7),  # x in, its codes out
             # gate, up in, the codes of y out
-            Launch("_swiglu_fp8_fwd", "inner", passes=2.5, flops=9),
+            Launch("_swiglu_fp8_fwd", "inner", passes=2, beside=1, flops=9),
             # dy, gate, up in, the codes of dgate, dup and y out; each computed twice
-            Launch("_swiglu_fp8_bwd", "inner", passes=4.5, flops=35),
+            Launch("_swiglu_fp8_bwd", "inner", passes=3, beside=3, flops=35),
         ),
     ),
     Facts(

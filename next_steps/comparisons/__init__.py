@@ -1,4 +1,4 @@
 """What benchmark_kernels.py times, the sweep of launch settings, and profiles side by side.
 
-May import all of next_steps.
+May import all of next_steps but studies.
 """

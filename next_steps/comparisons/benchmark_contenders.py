@@ -14,13 +14,7 @@ import cross_entropy_kernel
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
-from next_steps.comparisons.benchmark_problems import (
-    ADAMW,
-    EPS,
-    QWEN3_EPS,
-    TORCH_DTYPES,
-    eager_rmsnorm,
-)
+from next_steps.comparisons.benchmark_problems import ADAMW, TORCH_DTYPES
 from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
@@ -36,6 +30,9 @@ from next_steps.lessons.swiglu_kernel import (
     swiglu_reference,
 )
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
+from subjects import cross_entropy, linear_cross_entropy, rmsnorm
+from subjects.qk_norm_rope import EPS as QWEN3_EPS
+from subjects.rmsnorm import EPS
 
 
 @dataclass(frozen=True)
@@ -50,77 +47,53 @@ class Contenders:
     donate: bool = False  # see compile_function
 
 
-class Nothing(torch.autograd.Function):
-    """Allocate what RMSNorm or SwiGLU return, and launch no kernel: Python and autograd alone."""
+def nothing(results: Callable, gradients: Callable) -> Callable:
+    """Return a function that allocates what ours return, and launches no kernel: the host alone.
 
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
+    Args:
+        results: (inputs) -> empty results, and what is saved for the backward.
+        gradients: (saved, gradients of the results) -> empty gradients of the inputs.
+    """
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            outputs, saved = results(*inputs)
+            ctx.save_for_backward(*saved)
+            return outputs
 
+        @staticmethod
+        def backward(ctx, *upstream):
+            return gradients(ctx.saved_tensors, *upstream)
 
-class NothingLoss(torch.autograd.Function):
-    """The same for a loss."""
-
-    @staticmethod
-    def forward(ctx, logits, targets):
-        ctx.save_for_backward(logits)
-        return torch.empty((), dtype=torch.float32, device=logits.device)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (logits,) = ctx.saved_tensors
-        return torch.empty_like(logits), None
+    return Nothing.apply
 
 
-class NothingRotated(torch.autograd.Function):
-    """The same for RoPE, whose backward needs neither q nor k."""
-
-    @staticmethod
-    def forward(ctx, q, k, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return torch.empty_like(q), torch.empty_like(k)
-
-    @staticmethod
-    def backward(ctx, dq_rot, dk_rot):
-        return torch.empty_like(dq_rot), torch.empty_like(dk_rot), None, None
+def empty_as(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.empty_like, tensors))
 
 
-class NothingNormedAndRotated(torch.autograd.Function):
-    """The same for the norm and RoPE, whose backward needs both, and gives weights' gradients."""
-
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin):
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
-        return torch.empty_like(q), torch.empty_like(k)
-
-    @staticmethod
-    def backward(ctx, dq_rot, dk_rot):
-        *inputs, _, _ = ctx.saved_tensors
-        return *(torch.empty_like(t) for t in inputs), None, None
+def empty_loss(logits: torch.Tensor, other: torch.Tensor) -> tuple:
+    return torch.empty((), dtype=torch.float32, device=logits.device), [logits]
 
 
-def eager_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's loss: the logits are converted to fp32 first."""
-    return cross_entropy_kernel.cross_entropy_reference(logits.float(), targets)
+NOTHING = nothing(
+    lambda *inputs: (*empty_as(inputs[0]), inputs), lambda saved, dy: empty_as(*saved)
+)
+NO_LOSS = nothing(empty_loss, lambda saved, upstream: (*empty_as(*saved), None))
 
 
 def rmsnorm_contenders(dtype: str) -> Contenders:
     pytorch = Implementation("F.rms_norm", lambda x, w: F.rms_norm(x, w.shape, w, EPS))
-    ours = Implementation(specs.OURS, lambda x, w: TritonRMSNormFunction.apply(x, w, EPS))
-    eager = Implementation(specs.EAGER, eager_rmsnorm)
-    return Contenders([eager, pytorch], [ours], Nothing.apply, compile_ours=True)
+    ours = Implementation(specs.OURS, rmsnorm.norm)
+    eager = Implementation(specs.EAGER, rmsnorm.reference)
+    return Contenders([eager, pytorch], [ours], NOTHING, compile_ours=True)
 
 
 def cross_entropy_contenders(dtype: str) -> Contenders:
     loss = cross_entropy_kernel.TritonCrossEntropyLoss
     pytorch = [
-        Implementation(specs.EAGER, eager_cross_entropy),
+        Implementation(specs.EAGER, cross_entropy.eager("mean")),
         Implementation(f"F.cross_entropy, {dtype} logits", F.cross_entropy),
     ]
     ours = [
@@ -128,7 +101,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
         Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
         Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
-    return Contenders(pytorch, ours, NothingLoss.apply, compile_ours=True)
+    return Contenders(pytorch, ours, NO_LOSS, compile_ours=True)
 
 
 def swiglu_contenders(dtype: str) -> Contenders:
@@ -136,7 +109,7 @@ def swiglu_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonSwiGLU()),
         Implementation(specs.IN_PLACE, TritonSwiGLU(inplace=True), backward_again=False),
     ]
-    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, Nothing.apply)
+    return Contenders([Implementation(specs.EAGER, swiglu_reference)], ours, NOTHING)
 
 
 def rope_contenders(dtype: str) -> Contenders:
@@ -144,7 +117,11 @@ def rope_contenders(dtype: str) -> Contenders:
 
     eager = Implementation(specs.EAGER, apply_rotary_pos_emb)
     ours = Implementation(specs.OURS, triton_apply_rotary_pos_emb)
-    return Contenders([eager], [ours], NothingRotated.apply)
+    host = nothing(
+        lambda q, k, *angles: (empty_as(q, k), angles),
+        lambda saved, *upstream: (*empty_as(*upstream), None, None),
+    )
+    return Contenders([eager], [ours], host)
 
 
 def norm_then_rope(norm: Callable, rope: Callable) -> Callable:
@@ -179,7 +156,11 @@ def qk_norm_rope_contenders(dtype: str) -> Contenders:
         Implementation("F.rms_norm, RoPE", norm_then_rope(torch_norm, apply_rotary_pos_emb)),
     ]
     ours = [Implementation(specs.OURS, fused), Implementation(specs.NORM_APART, apart)]
-    return Contenders(pytorch, ours, NothingNormedAndRotated.apply)
+    host = nothing(
+        lambda q, k, *others: (empty_as(q, k), (q, k, *others)),
+        lambda saved, *upstream: (*empty_as(*saved[:-2]), None, None),
+    )
+    return Contenders(pytorch, ours, host)
 
 
 def adamw_contenders(dtype: str) -> Contenders:
@@ -217,7 +198,7 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
 
     name = f"F.linear + F.cross_entropy, {dtype} logits"
     pytorch = [
-        Implementation(specs.EAGER, after_linear(eager_cross_entropy)),
+        Implementation(specs.EAGER, linear_cross_entropy.eager_loss),
         Implementation(name, after_linear(F.cross_entropy)),
     ]
     if hasattr(F, "linear_cross_entropy"):
@@ -249,7 +230,7 @@ def reverse_kl_contenders(dtype: str) -> Contenders:
         Implementation(specs.OURS, TritonReverseKLLoss(), backward_again=False),
         Implementation(specs.TWO_KERNELS, lambda *logits: two_kernels(*logits).mean()),
     ]
-    return Contenders([*eager, one_tile], ours, NothingLoss.apply, donate=True)
+    return Contenders([*eager, one_tile], ours, NO_LOSS, donate=True)
 
 
 def nf4_contenders(dtype: str) -> Contenders:

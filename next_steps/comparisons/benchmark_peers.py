@@ -4,6 +4,7 @@ Each function imports its library and returns the library's implementations of o
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -13,13 +14,17 @@ from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import describe
 from next_steps.comparisons.benchmark_contenders import norm_then_rope
-from next_steps.comparisons.benchmark_problems import ADAMW, EPS, QWEN3_EPS
+from next_steps.comparisons.benchmark_problems import ADAMW
 from next_steps.lessons.nf4_kernel import BLOCK, GROUP
+from subjects.qk_norm_rope import EPS as QWEN3_EPS
+from subjects.rmsnorm import EPS
 
 LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
 CUTE = f"{LIGER}, CuTe DSL"
 CUTE_IN_PLACE = f"{CUTE}, in place"
+# The functions that LIGER_KERNEL_IMPL=cutedsl takes; there none falls back to Triton.
+CUTE_OPS = "liger_kernel.ops.cutedsl.ops"
 
 
 def pinned(function: Callable, language: str = "triton") -> Callable:
@@ -36,12 +41,11 @@ def pinned(function: Callable, language: str = "triton") -> Callable:
     return call
 
 
-def liger_rmsnorm() -> list[Implementation]:
-    from liger_kernel.ops import LigerRMSNormFunction
-
+def liger_rmsnorm(name: str = LIGER, ops: str = "liger_kernel.ops") -> list[Implementation]:
     # Not in place. In place it writes dx over dy, which the timing loop uses again.
     settings = EPS, 0.0, "llama", False
-    return [Implementation(LIGER, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
+    norm = importlib.import_module(ops).LigerRMSNormFunction
+    return [Implementation(name, lambda x, w: norm.apply(x, w, *settings))]
 
 
 def liger_cross_entropy() -> list[Implementation]:
@@ -51,10 +55,8 @@ def liger_cross_entropy() -> list[Implementation]:
     return [Implementation(LIGER_IN_PLACE, pinned(LigerCrossEntropyLoss()), waits=True)]
 
 
-def liger_swiglu() -> list[Implementation]:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return [Implementation(LIGER_IN_PLACE, LigerSiLUMulFunction.apply)]
+def liger_swiglu(name: str = LIGER_IN_PLACE, ops: str = "liger_kernel.ops") -> list[Implementation]:
+    return [Implementation(name, importlib.import_module(ops).LigerSiLUMulFunction.apply)]
 
 
 def liger_rope() -> list[Implementation]:
@@ -97,14 +99,6 @@ def liger_reverse_kl() -> list[Implementation]:
     return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
 
 
-def cute_rmsnorm() -> list[Implementation]:
-    # The functions that LIGER_KERNEL_IMPL=cutedsl takes; there none falls back to Triton.
-    from liger_kernel.ops.cutedsl.ops import LigerRMSNormFunction
-
-    settings = EPS, 0.0, "llama", False
-    return [Implementation(CUTE, lambda x, w: LigerRMSNormFunction.apply(x, w, *settings))]
-
-
 def cute_cross_entropy() -> list[Implementation]:
     from liger_kernel.ops.cutedsl.ops import LigerCrossEntropyFunction
 
@@ -112,12 +106,6 @@ def cute_cross_entropy() -> list[Implementation]:
         return LigerCrossEntropyFunction.apply(logits, targets, None)[0]
 
     return [Implementation(CUTE_IN_PLACE, loss, waits=True)]
-
-
-def cute_swiglu() -> list[Implementation]:
-    from liger_kernel.ops.cutedsl.ops import LigerSiLUMulFunction
-
-    return [Implementation(CUTE_IN_PLACE, LigerSiLUMulFunction.apply)]
 
 
 def cute_rope() -> list[Implementation]:
@@ -239,9 +227,9 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
         "liger-kernel[cutedsl]",
         "liger_kernel",
         {
-            "rmsnorm": cute_rmsnorm,
+            "rmsnorm": lambda: liger_rmsnorm(CUTE, CUTE_OPS),
             "cross_entropy": cute_cross_entropy,
-            "swiglu": cute_swiglu,
+            "swiglu": lambda: liger_swiglu(CUTE_IN_PLACE, CUTE_OPS),
             "rope": cute_rope,
             # the loss in its chunks; the products too are CuTe DSL's on sm_100 alone
             "linear_cross_entropy": lambda: liger_linear_cross_entropy(CUTE, "cutedsl"),

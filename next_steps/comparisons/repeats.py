@@ -13,15 +13,24 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from harness.benchmark.benchmark_specs import BANDWIDTH, NORM_APART, SEPARATE, SPECS, WIDE_MOMENTS
+from harness.benchmark.benchmark_specs import (
+    BANDWIDTH,
+    LLAMA_HIDDEN,
+    LLAMA_INTERMEDIATE,
+    NORM_APART,
+    SEPARATE,
+    SPECS,
+    WIDE_MOMENTS,
+)
 from harness.benchmark.benchmarking import prepare
-from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.device import HAS_GPU
 from harness.steps.launches import intercepted
 from next_steps.comparisons.benchmark_contenders import CONTENDERS
-from next_steps.comparisons.benchmark_problems import PROBLEMS, random
-from next_steps.layers.fused_layer import SwiGLULinearFunction
+from next_steps.comparisons.benchmark_problems import PROBLEMS
 from next_steps.lessons.fp8_casts import rmsnorm_fp8
 from next_steps.lessons.fp8_kernel import quantize_rows, quantize_transposed, transpose_rows
+from subjects import SUBJECTS, lora_linear, rmsnorm
+from subjects.subject import run
 
 RUNS = 10 if HAS_GPU else 3  # of each launch; the interpreter takes seconds
 TOKENS = 512 if HAS_GPU else 2  # rows of the inputs
@@ -72,32 +81,26 @@ def launch_all() -> None:
     for name, spec in SPECS.items():
         # linear + cross-entropy at its real size would need 10 GB; cross_entropy has the real one
         large = HAS_GPU and spec.rate is BANDWIDTH
-        sizes = [(each.gpu if large else each.cpu)[0] for each in spec.dimensions]
-        size = sizes[0] if len(sizes) == 1 else tuple(sizes)
+        sizes = tuple((each.gpu if large else each.cpu)[0] for each in spec.dimensions)
+        size = sizes[0] if len(sizes) == 1 else sizes
         rows = {"Tokens": TOKENS, "Parameters": PARAMETERS}.get(spec.rows, spec.tokens(HAS_GPU)[0])
         problem = PROBLEMS[name](rows, size, torch.bfloat16)
         for implementation in CONTENDERS[name]("bf16").ours:
             if implementation.name not in MADE_OF_OTHERS:
                 prepare(problem, implementation).results()
-    launch_others(TOKENS, *((4096, 14_336) if HAS_GPU else (64, 128)))
+    launch_others(TOKENS, *((LLAMA_HIDDEN, LLAMA_INTERMEDIATE) if HAS_GPU else (64, 128)))
 
 
-def launch_others(tokens: int, hidden: int, inner: int, rank: int = 16) -> None:
+def launch_others(tokens: int, hidden: int, inner: int) -> None:
     """Launch the kernels that no benchmark has a row for: FP8's others, and SwiGLU's adapters."""
-
-    def t(*shape: int) -> torch.Tensor:
-        return random(*shape, dtype=torch.bfloat16).requires_grad_()
-
-    x = random(tokens, hidden, dtype=torch.bfloat16)
-    rows = quantize_rows(x)
+    of_norm, _ = rmsnorm.make((tokens,), hidden, torch.bfloat16)
+    rows = quantize_rows(of_norm["x"])
     transpose_rows(rows)
-    quantize_transposed(x, scale=rows.scales.amax())
-    rmsnorm_fp8(x, torch.ones(hidden, device=DEVICE, dtype=torch.bfloat16), 1e-5)
-    gate, up = (t(tokens, inner).clone() for _ in range(2))  # leaves cannot be overwritten
-    h = t(tokens, 2 * rank)
-    adapters = t(inner, rank), t(inner, rank), t(hidden, inner), t(rank, inner), t(hidden, rank)
-    output = SwiGLULinearFunction.apply(gate, up, h, False, (1.0, 1.0, 1.0), None, *adapters, None)
-    output.sum().backward()
+    quantize_transposed(of_norm["x"], scale=rows.scales.amax())
+    rmsnorm_fp8(*of_norm.values(), rmsnorm.EPS)
+    ranks = {"ranks": (16, 16), "rank_of_down": 16}
+    adapted = lora_linear.make_both((tokens,), (hidden, inner), torch.bfloat16, **ranks)
+    run(SUBJECTS["lora_swiglu"], lora_linear.lora_swiglu, *adapted)
 
 
 def repeat_all(runs: int) -> dict[str, int]:

@@ -22,12 +22,15 @@ import cross_entropy_kernel
 import rmsnorm_kernel
 from harness.benchmark.checking import FLOOR
 from harness.cli.command_line import RunError
-from harness.cli.device import DEVICE, HAS_GPU, synchronize
+from harness.cli.device import HAS_GPU, synchronize
 from harness.cli.tables import describe
+from harness.profiling.kernel_facts import launch_of
 from harness.steps import timing
 from harness.steps.launches import intercepted, replaced
 from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
 from next_steps.comparisons.sweep_tables import Setting, words
+from subjects import cross_entropy, rmsnorm
+from subjects.subject import Parts
 
 HANDFUL = 4  # settings per launch on the CPU, beside the file's own
 
@@ -43,11 +46,16 @@ class Launch:
     module: ModuleType
     kernel: str  # its name in the module
     knobs: tuple[str, ...]
-    passes: int  # tensors as large as the input that must be read or written
     others: Callable[[Setting], list[Setting]]  # what to try beside the file's setting
     run: Callable[[], object]  # is timed; in place, it may find the logits overwritten
-    outputs: Callable[[], dict[str, torch.Tensor]]  # what it computes from fresh inputs
+    named: Callable[[object], Parts]  # what `run` returns, in parts that are compared
+    before: Callable[[], object] = lambda: None  # makes the inputs fresh
     programs_from: str | None = None  # the module's function that gives (n_programs, STAGES)
+
+    def outputs(self) -> Parts:
+        """Return what the launcher computes from fresh inputs."""
+        self.before()
+        return self.named(self.run())
 
 
 def processors() -> int:
@@ -56,15 +64,12 @@ def processors() -> int:
 
 
 def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
-    torch.manual_seed(0)
-    options = {"dtype": torch.float32, "device": DEVICE}
-    x, dy = (torch.randn(n_rows, H, **options).to(dtype) for _ in range(2))  # (B*T, H)
-    weight = (1 + 0.1 * torch.randn(H, **options)).to(dtype)  # (H,)
-    _, rstd = rmsnorm_kernel.rmsnorm_forward(x, weight, 1e-5)
-    forward = functools.partial(rmsnorm_kernel.rmsnorm_forward, x, weight, 1e-5)
-    backward = functools.partial(rmsnorm_kernel.rmsnorm_backward, dy, x, weight, rstd)
+    kernels, (inputs, douts) = rmsnorm_kernel, rmsnorm.make((n_rows,), H, dtype)
+    x, weight, dy = *inputs.values(), douts["y"]
+    forward = functools.partial(kernels.rmsnorm_forward, x, weight, rmsnorm.EPS)
+    _, rstd = forward()
     # rows of the backward's scratch buffer, one per program
-    room = rmsnorm_kernel.MAX_DW_PARTIAL_BYTES // (4 * H)
+    room = kernels.MAX_DW_PARTIAL_BYTES // (4 * H)
     knobs = "num_warps", "STAGES", "n_programs"
 
     def backward_settings(shipped: Setting) -> list[Setting]:
@@ -76,16 +81,15 @@ def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
 
     return [
         Launch(
-            *("RMSNorm forward", rmsnorm_kernel, "_rmsnorm_fwd_kernel", ("num_warps",), 2),
+            *("RMSNorm forward", kernels, "_rmsnorm_fwd_kernel", ("num_warps",)),
             lambda shipped: [{"num_warps": n} for n in (1, 2, 4, 8, 16, 32)],
             forward,
-            lambda: dict(zip(("y", "rstd"), forward())),
+            lambda outputs: dict(zip(("y", "rstd"), outputs)),
         ),
         Launch(
-            *("RMSNorm backward", rmsnorm_kernel, "_rmsnorm_bwd_kernel", knobs, 3),
-            backward_settings,
-            backward,
-            lambda: dict(zip(("dx", "dw"), backward())),
+            *("RMSNorm backward", kernels, "_rmsnorm_bwd_kernel", knobs, backward_settings),
+            functools.partial(kernels.rmsnorm_backward, dy, x, weight, rstd),
+            lambda outputs: dict(zip(("dx", "dw"), outputs)),
             programs_from="_backward_options",
         ),
     ]
@@ -103,36 +107,22 @@ def tiles(
     return found
 
 
+def one_program_per_row(shipped: Setting) -> list[Setting]:
+    found = tiles(shipped, (4, 8, 16), [(1, 1), (0.5, 1), (2, 1), (1, 0.5)])
+    return found + tiles(shipped, (32,), [(1, 1)])
+
+
 def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Launch]:
-    torch.manual_seed(0)
-    logits = torch.randn(n_rows, V, device=DEVICE, dtype=dtype)  # (B*T, V)
-    targets = torch.randint(V, (n_rows,), device=DEVICE)  # (B*T,)
-    one = torch.ones((), dtype=torch.float32, device=DEVICE)
-    kernels = cross_entropy_kernel
-    _, stats, n_valid = kernels.cross_entropy_forward(logits, targets)
-    overwritten = torch.empty_like(logits)
+    kernels, (inputs, douts) = cross_entropy_kernel, cross_entropy.make_plain((n_rows,), V, dtype)
+    logits, targets = inputs.values()
     forward = functools.partial(kernels.cross_entropy_forward, logits, targets)
-    saved = one, logits, targets, stats, n_valid
-    backward = functools.partial(kernels.cross_entropy_backward, *saved)
-    in_place = functools.partial(kernels.cross_entropy_inplace, overwritten, targets)
+    _, stats, n_valid = forward()
+    overwritten, columns = torch.empty_like(logits), targets[:, None]
 
-    def forward_outputs() -> dict[str, torch.Tensor]:
-        loss, found, _ = forward()
-        return {"loss": loss, "m": found[:, 0], "d": found[:, 1]}
-
-    def parts(dlogits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def parts(dlogits: torch.Tensor) -> Parts:
         # Apart, because the targets' entries carry nearly all of the norm. They would hide the
         # errors of the others.
-        columns = targets[:, None]
         return {"target": dlogits.gather(1, columns), "other": dlogits.scatter(1, columns, 0.0)}
-
-    def in_place_outputs() -> dict[str, torch.Tensor]:
-        overwritten.copy_(logits)
-        return {"loss": in_place(), **parts(overwritten)}
-
-    def one_program_per_row(shipped: Setting) -> list[Setting]:
-        found = tiles(shipped, (4, 8, 16), [(1, 1), (0.5, 1), (2, 1), (1, 0.5)])
-        return found + tiles(shipped, (32,), [(1, 1)])
 
     def in_place_settings(shipped: Setting) -> list[Setting]:
         found = [
@@ -147,23 +137,25 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
     knobs = "num_warps", "TILE_ROWS", "TILE_COLS"
     return [
         Launch(
-            *("Cross-entropy forward", kernels, "_cross_entropy_fwd_kernel", knobs, 1),
+            *("Cross-entropy forward", kernels, "_cross_entropy_fwd_kernel", knobs),
             one_program_per_row,
             forward,
-            forward_outputs,
+            lambda outputs: {"loss": outputs[0], "m": outputs[1][:, 0], "d": outputs[1][:, 1]},
         ),
         Launch(
-            *("Cross-entropy backward", kernels, "_cross_entropy_bwd_kernel", knobs, 2),
+            *("Cross-entropy backward", kernels, "_cross_entropy_bwd_kernel", knobs),
             one_program_per_row,
-            backward,
-            lambda: parts(backward()),
+            functools.partial(
+                kernels.cross_entropy_backward, douts["loss"], logits, targets, stats, n_valid
+            ),
+            parts,
         ),
         Launch(
             *("Cross-entropy in place, loss and gradient", kernels),
-            *("_cross_entropy_inplace_kernel", (*knobs, "n_programs"), 2),
-            in_place_settings,
-            in_place,
-            in_place_outputs,
+            *("_cross_entropy_inplace_kernel", (*knobs, "n_programs"), in_place_settings),
+            functools.partial(kernels.cross_entropy_inplace, overwritten, targets),
+            lambda loss: {"loss": loss, **parts(overwritten)},
+            before=lambda: overwritten.copy_(logits),
         ),
     ]
 
@@ -208,7 +200,7 @@ def poisoned_outputs() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def carried(launch: Launch) -> tuple[Setting, dict[str, torch.Tensor]]:
+def carried(launch: Launch) -> tuple[Setting, Parts]:
     """Return the setting that the file carries, and the outputs."""
     with carrying(launch, {}) as kernel, poisoned_outputs():
         outputs = launch.outputs()
@@ -233,7 +225,7 @@ def difference(found: torch.Tensor, shipped: torch.Tensor) -> float:
     return (far / size).item()
 
 
-def try_setting(launch: Launch, setting: Setting, expected: dict[str, torch.Tensor]) -> dict:
+def try_setting(launch: Launch, setting: Setting, expected: Parts) -> dict:
     """Return the setting's row: its time, or the reason why it has none."""
     row = {"setting": setting, "us": None, "registers": None, "spills": None, "fault": None}
     with carrying(launch, setting) as kernel:
@@ -279,10 +271,11 @@ def sweep(kernel: str, n_rows: int, size: int, dtype_name: str) -> list[dict]:
         if fault := tried[0]["fault"]:
             again = "what the file carries, launched a second time"
             raise RunError(f"{launch.name}: {again}: {fault}")
+        per_number = launch_of(launch.kernel)[1].bytes_per_number(dtype.itemsize)
         sections.append({
             "launch": launch.name, "file": f"{launch.module.__name__.replace('.', '/')}.py",
             "rows": n_rows, "size": size,
-            "processors": processors(), "bytes": launch.passes * n_rows * size * dtype.itemsize,
+            "processors": processors(), "bytes": per_number * n_rows * size,
             "shipped": shipped, "tried": tried,
         })  # fmt: skip
     return sections

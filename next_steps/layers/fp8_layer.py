@@ -84,7 +84,7 @@ class Casts(NamedTuple):
 def results(x, weights, casts, name):
     """Return x @ w.t() of Rows x (N, I), for all of the weights: (N, sum of O); and scale."""
     rows = casts.once(name, lambda: quantize_stacked(*weights))  # (sum of O, I)
-    return fp8_product(x, rows, weights[0].dtype, fast=True), rows.scales.amax()
+    return fp8_product(x, rows, weights[0].dtype), rows.scales.amax()
 
 
 def bias_gradients(douts, needed):
@@ -97,7 +97,7 @@ def input_gradient(dout, weights, scale, casts, name):
     turned = casts.once(  # (I, sum of O)
         f"{name}, turned", lambda: quantize_transposed(*weights, scale=scale)
     )
-    return fp8_product(dout, turned, weights[0].dtype, fast=True)
+    return fp8_product(dout, turned, weights[0].dtype)
 
 
 def weight_gradients(dout, x, weights, needed):
@@ -110,10 +110,10 @@ def weight_gradients(dout, x, weights, needed):
     dout, x = transpose_rows(dout), transpose_rows(x)  # (sum of O, N), (I, N)
     dtype, sizes = weights[0].dtype, [len(weight) for weight in weights]
     if all(needed):
-        return list(fp8_product(dout, x, dtype, fast=True).split(sizes))
+        return list(fp8_product(dout, x, dtype).split(sizes))
     of_each = zip(dout.codes.split(sizes), dout.scales.split(sizes), needed)
     return [
-        fp8_product(Rows(codes, scales), x, dtype, fast=True) if need else None
+        fp8_product(Rows(codes, scales), x, dtype) if need else None
         for codes, scales, need in of_each
     ]
 

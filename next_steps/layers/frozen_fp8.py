@@ -99,7 +99,7 @@ class FrozenFP8Linear(QuantizedLinear):
     def results(x: torch.Tensor, layers: Sequence["FrozenFP8Linear"]) -> list[torch.Tensor]:
         """Return x @ w.t() (N, O) of x (N, I), for each of the layers; x is rounded once."""
         rounded = quantize_rows(x)
-        return [fp8_product(rounded, layer.rows, x.dtype, fast=True) for layer in layers]
+        return [fp8_product(rounded, layer.rows, x.dtype) for layer in layers]
 
     @staticmethod
     def input_gradient(
@@ -107,7 +107,7 @@ class FrozenFP8Linear(QuantizedLinear):
     ) -> torch.Tensor:
         """Return dx (N, I), the sum over the layers, of douts (N, O) of all of them."""
         rounded = quantize_rows(*douts)  # (N, sum of O)
-        return fp8_product(rounded, turned(layers), douts[0].dtype, fast=True)
+        return fp8_product(rounded, turned(layers), douts[0].dtype)
 
 
 def turned(layers: Sequence[FrozenFP8Linear]) -> Rows:

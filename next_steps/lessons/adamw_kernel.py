@@ -364,12 +364,8 @@ def _check(p, grad, m, v, steps_done, *_) -> None:
 
 
 def check_overlap(name: str, t: torch.Tensor) -> None:
-    """Refuse a tensor whose elements share memory.
-
-    Raises:
-        ValueError: a stride does not pass all that the smaller strides reach.
-    """
-    reach = 0
+    """Refuse a tensor whose elements share memory."""
+    reach = 0  # of all smaller strides, which the next one must pass
     for stride, length in sorted(zip(t.stride(), t.shape)):
         if length > 1 and stride <= reach:
             given = f"{name} of shape {tuple(t.shape)} has strides {t.stride()}"

@@ -205,10 +205,7 @@ class TritonAdamW(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def accumulating(self):
-        """Backwards in here only add up gradients; the backward after them steps with the sums.
-
-        Without step_in_backward this does nothing, because every backward only adds up gradients.
-        """
+        """Backwards in here only add up gradients; the backward after them steps with the sums."""
         self._accumulating = True
         try:
             yield
@@ -291,10 +288,7 @@ class TritonAdamW(torch.optim.Optimizer):
             post_hook(self)
 
     def _loaded_group(self, own: dict, saved: dict, filled: dict[torch.Tensor, float]) -> dict:
-        """Return the saved settings for a group, with its own parameters, MODES and tensors.
-
-        filled: gains what these tensors are to be filled with.  Raises as _check_group does.
-        """
+        """Return the saved settings for a group; `filled` gains what its own tensors become."""
         group = {**self.defaults, **copy.deepcopy(saved)}
         group.update({key: own[key] for key in ("params", *MODES)})
         if "param_names" in own:
@@ -336,11 +330,7 @@ def offset_of(p: torch.Tensor) -> int:
 
 
 def _averaged_later(p: torch.Tensor) -> bool:
-    """Return True if DDP may read p's gradient after the hooks, as it does in a single process too.
-
-    A parameter does not know that it is under DDP.  A DTensor's gradient comes from all processes
-    of its mesh.
-    """
+    """Return True if DDP, of which p does not know, may read p's gradient after the hooks."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return not _is_dtensor(p) or torch.distributed.get_world_size() > p.device_mesh.size()

@@ -235,10 +235,7 @@ def _fp8_transpose_kernel(
 
 
 def quantize_rows(*parts: torch.Tensor) -> Rows:
-    """Return parts (N, K_i), side by side, as Rows (N, sum of K_i), as `quantize_rows_reference`.
-
-    There are three parts at most, of one dtype and any strides.
-    """
+    """Return one to three parts (N, K_i) of one dtype, side by side, as Rows (N, sum of K_i)."""
     return Rows(*_quantize(list(parts)))
 
 
@@ -319,7 +316,7 @@ def warps_of_row(block_size: int, numbers_per_thread: int = NUMBERS_PER_THREAD) 
 
 
 def transpose_rows(rows: Rows) -> Rows:
-    """Return Rows (K, N) of Rows (N, K), as `transpose_rows_reference`."""
+    """Return Rows (K, N) of Rows (N, K), all with the largest scale."""
     return Rows(*_transpose(*rows))
 
 
@@ -344,11 +341,10 @@ def _transpose(codes, scales):
 
 
 def quantize_transposed(*weights: torch.Tensor, scale: torch.Tensor) -> Rows:
-    """Return weights (O_i, I), one below the other and transposed: Rows (I, sum of O_i).
+    """Return weights (O_i, I), stacked and transposed, as Rows (I, sum of O_i) of one scale ().
 
-    All rows have the scale (), fp32.  With the largest scale of `quantize_stacked(*weights)` the
-    result is `transpose_rows(quantize_stacked(*weights))`, in 3 bytes a number in place of 5.  Here
-    a number is rounded once.  There it is rounded twice if it ends among the subnormals.
+    With the largest scale of `quantize_stacked(*weights)` it is that one's transpose, in 3 bytes a
+    number in place of 5, and rounded once.
     """
     return Rows(*_quantize_transposed(list(weights), scale))
 
@@ -404,15 +400,12 @@ def _write_transposed(codes, scales, x, x_scales, largest) -> None:
 # ---- The product -------------------------------------------------------------------------------
 
 
-def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tensor:
+def fp8_product(a: Rows, b: Rows, dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b.t() of Rows (M, K) and (N, K): (M, N) in this dtype.
 
-    On a GPU PyTorch multiplies, sums in fp32 and writes bf16, which is converted if another dtype
-    is asked for.  On a CPU the codes are multiplied in fp32.
-
-    Args:
-        fast: partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.
-            Otherwise the GPU adds partial sums to fp32 registers at intervals.
+    On a GPU PyTorch multiplies and writes bf16, which is converted if another dtype is asked for.
+    Partial sums stay in the multiplying units, which on Hopper keep 14 bits of them.  On a CPU the
+    codes are multiplied in fp32.
     """
     if not torch.compiler.is_compiling():  # the check asks what torch.compile does not trace
         _check_product(a, b, dtype)
@@ -428,7 +421,7 @@ def fp8_product(a: Rows, b: Rows, dtype: torch.dtype, fast: bool) -> torch.Tenso
         scale_a=a.scales[:, None],
         scale_b=b.scales[None, :],
         out_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        use_fast_accum=True,
     )
     return product.to(dtype)
 

@@ -107,10 +107,7 @@ def _scale_kernel(
 
 
 def scale_gradient(t, factor):
-    """Multiply t (n_rows, H), contiguous, by factor () in place; a factor of 1 costs a launch.
-
-    Nothing is checked: t is fp16, bf16 or fp32, and factor is on t's device.
-    """
+    """Multiply t (n_rows, H), contiguous, by factor () in place; nothing is checked."""
     n_rows, n_cols = t.shape
     factor = factor.resolve_neg()
     if t.numel() > 0:
@@ -156,8 +153,7 @@ def _results(
     hidden, weight, targets,
     ignore_index=-100, reduction="mean",
     need_dhidden=True, need_dweight=True,
-    chunk_size=None, fp32_dweight=None,
-    grad_output=None, max_targets=None,
+    chunk_size=None, grad_output=None, max_targets=None,
 ):  # fmt: skip
     """Return the results, not yet written."""
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
@@ -177,7 +173,7 @@ def _present(hidden, weight, targets, ignore_index=-100, reduction="mean", *othe
     "tutorial::linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index=-100, str reduction='mean', "
     "bool need_dhidden=True, bool need_dweight=True, int? chunk_size=None, "
-    "bool? fp32_dweight=None, Tensor? grad_output=None, SymInt? max_targets=None) -> Tensor[]",
+    "Tensor? grad_output=None, SymInt? max_targets=None) -> Tensor[]",
     _results,
     present=_present,
 )
@@ -186,8 +182,7 @@ def linear_cross_entropy_forward(
     hidden, weight, targets,
     ignore_index=-100, reduction="mean",
     need_dhidden=True, need_dweight=True,
-    chunk_size=None, fp32_dweight=None,
-    grad_output=None, max_targets=None,
+    chunk_size=None, grad_output=None, max_targets=None,
 ):  # fmt: skip
     """Return loss, dhidden and dweight; None in place of a gradient that is not needed.
 
@@ -196,8 +191,6 @@ def linear_cross_entropy_forward(
         weight: (V, H), of the same dtype, with any strides.
         targets: (...), int64 or int32.
         chunk_size: rows of logits in memory at a time; None: 2,048 to 8,192.
-        fp32_dweight: sum dweight in fp32 (True), in its own dtype (False), or (None) in fp32 if
-            there are more than 4 chunks.
         grad_output: () or (...) fp32, the gradient of the loss; None: 1.
         max_targets: at most so many targets are not ignore_index; None: unknown.
 
@@ -211,7 +204,7 @@ def linear_cross_entropy_forward(
     """
     _check(hidden, weight, targets, reduction, chunk_size, max_targets)
     if max_targets is not None and max_targets < FEW * targets.numel():
-        options = reduction, need_dhidden, need_dweight, chunk_size, fp32_dweight
+        options = reduction, need_dhidden, need_dweight, chunk_size
         return _of_rows_with_target(
             max_targets, hidden, weight, targets, grad_output, ignore_index, *options
         )
@@ -219,8 +212,7 @@ def linear_cross_entropy_forward(
     row_targets = targets.reshape(-1).contiguous()
     n_rows, V = len(rows), len(weight)
     chunk_rows = _chunk_rows(n_rows, chunk_size)
-    if fp32_dweight is None:
-        fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
+    fp32_dweight = -(-n_rows // chunk_rows) > MAX_ROUNDINGS
     n_valid = count_valid(row_targets, ignore_index, reduction)  # of all chunks
     row_loss = hidden.new_empty(n_rows, dtype=torch.float32)
 
@@ -321,13 +313,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden, weight, targets,
-        ignore_index, reduction, chunk_size, fp32_dweight, max_targets, grad_enabled,
+        ignore_index, reduction, chunk_size, max_targets, grad_enabled,
     ):  # fmt: skip
-        ctx.options = ignore_index, reduction
-        ctx.chunks, ctx.max_targets = (chunk_size, fp32_dweight), max_targets
+        ctx.options, ctx.rows = (ignore_index, reduction), (chunk_size, max_targets)
         now = grad_enabled and reduction != "none" and hidden.dtype != torch.float16
         needed = [now and need for need in ctx.needs_input_grad[:2]]
-        inputs = hidden, weight, targets, *ctx.options, *needed, *ctx.chunks
+        inputs = hidden, weight, targets, *ctx.options, *needed, chunk_size
         loss, *gradients = linear_cross_entropy_forward(*inputs, None, max_targets)
         ctx.gradients = gradients if now else None
         ctx.save_for_backward(hidden, weight, targets)
@@ -341,8 +332,9 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         # .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            inputs = hidden, weight, targets, *ctx.options, *ctx.needs_input_grad[:2], *ctx.chunks
-            _, *gradients = linear_cross_entropy_forward(*inputs, grad_output, ctx.max_targets)
+            chunk_size, max_targets = ctx.rows
+            inputs = hidden, weight, targets, *ctx.options, *ctx.needs_input_grad[:2], chunk_size
+            _, *gradients = linear_cross_entropy_forward(*inputs, grad_output, max_targets)
         elif torch.compiler.is_compiling():  # the compiler writes this over the gradients
             gradients = [
                 None if dx is None else (dx.float() * grad_output).to(dx.dtype) for dx in gradients
@@ -351,7 +343,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     scale_gradient(gradient.view(-1, gradient.shape[-1]), grad_output)
-        return *gradients, *[None] * 7
+        return *gradients, *[None] * 6
 
 
 class TritonLinearCrossEntropyLoss(torch.nn.Module):
@@ -359,7 +351,7 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
 
     The loss is () fp32, or (...) with reduction "none".  Rows whose target is ignore_index have
     loss and gradient 0 and do not count in the mean.  linear_cross_entropy_forward says what
-    chunk_size, fp32_dweight and max_targets are.  max_targets leaves the other rows out of the
+    chunk_size and max_targets are.  max_targets leaves the other rows out of the
     products if these are at least a sixteenth.  Under autocast the products are in autocast's
     dtype.  Where gradients are needed, the loss holds them until the backward.
 
@@ -367,12 +359,12 @@ class TritonLinearCrossEntropyLoss(torch.nn.Module):
         TypeError, ValueError: as linear_cross_entropy_forward.
     """
 
-    def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None, fp32_dweight=None):
+    def __init__(self, ignore_index=-100, reduction="mean", chunk_size=None):
         super().__init__()
         ignore_index = support.number("ignore_index", ignore_index, int)
         if chunk_size is not None:
             chunk_size = support.number("chunk_size", chunk_size, int)
-        self.args = ignore_index, reduction, chunk_size, fp32_dweight
+        self.args = ignore_index, reduction, chunk_size
 
     def forward(self, hidden, weight, targets, max_targets=None) -> torch.Tensor:
         # as F.linear does

@@ -198,11 +198,7 @@ def _nf4_dequantize_kernel(
 
 
 def nf4_dequantize(nf4: NF4, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the weight of this shape in this dtype, with the bits of `nf4_dequantize_reference`.
-
-    Raises:
-        TypeError, ValueError: the kernel cannot take an argument, or they do not fit together.
-    """
+    """Return the weight of this shape in this dtype, the bits of `nf4_dequantize_reference`."""
     return _launch(*nf4, shape, dtype)
 
 
@@ -269,10 +265,7 @@ def nf4_linear_reference(x: torch.Tensor, shape: tuple[int, int], *nf4: torch.Te
 
 
 class NF4LinearFunction(torch.autograd.Function):
-    """`.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I), gives (..., O).
-
-    W is written out in x's dtype.  The backward keeps only nf4, which is there anyhow.
-    """
+    """`.apply(x, shape, *nf4)`: x (..., I) times W.t(), W of shape (O, I), gives (..., O)."""
 
     @staticmethod
     def forward(ctx, x, shape, *nf4):

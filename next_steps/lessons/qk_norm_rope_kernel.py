@@ -60,8 +60,7 @@ import torch
 
 import kernel_support as support
 from kernel_support import FLOATS, tl, triton
-
-MAX_HEAD_DIM = 4096
+from next_steps.lessons.rope_kernel import MAX_HEAD_DIM, angles_of, heads_of, row_of
 
 
 def qk_norm_rope_reference(q, k, q_weight, k_weight, eps, cos, sin):
@@ -88,7 +87,7 @@ def qk_norm_rope_reference(q, k, q_weight, k_weight, eps, cos, sin):
 
 @triton.jit(do_not_specialize=["T"])
 def _qk_norm_rope_fwd_kernel(
-    q,  # (x, weight, y, n_heads): x and y each as _heads_of takes them
+    q,  # (x, weight, y, n_heads): x and y each as heads_of takes them
     k,  # likewise
     cos,  # (B, T, D): its pointer, and the strides of samples and tokens
     sin,  # (B, T, D), likewise
@@ -115,9 +114,9 @@ def _forward(
     batch, token = _place_of(tl.program_id(0), T)
     cols = tl.arange(0, BLOCK_HALF)
     heads, mask = _my_heads(block, n_heads, cols, HALF, BLOCK_HEADS)
-    x1, x2 = _load_halves(_heads_of(x, batch, token, heads, cols), mask, HALF)
-    c1, c2 = _load_row(_row_of(cos, batch, token, cols), cols, HALF)
-    s1, s2 = _load_row(_row_of(sin, batch, token, cols), cols, HALF)
+    x1, x2 = _load_halves(heads_of(x, batch, token, heads, cols), mask, HALF)
+    c1, c2 = _load_row(row_of(cos, batch, token, cols), cols, HALF)
+    s1, s2 = _load_row(row_of(sin, batch, token, cols), cols, HALF)
     w1, w2 = _load_row(weight + cols, cols, HALF)
 
     x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
@@ -125,7 +124,7 @@ def _forward(
     n1, n2 = x1 * rstd * _for_heads(w1), x2 * rstd * _for_heads(w2)
     y1 = n1 * _for_heads(c1) - n2 * _for_heads(s1)
     y2 = n2 * _for_heads(c2) + n1 * _for_heads(s2)
-    _store_halves(_heads_of(y, batch, token, heads, cols), y1, y2, mask, HALF)
+    _store_halves(heads_of(y, batch, token, heads, cols), y1, y2, mask, HALF)
 
 
 # (heads,).  The columns beyond HALF are 0 and add nothing.
@@ -149,21 +148,7 @@ def _my_heads(block, n_heads, cols, HALF: tl.constexpr, BLOCK_HEADS: tl.constexp
     return heads, (heads < n_heads)[:, None] & (cols < HALF)[None, :]
 
 
-# Pointers (heads, BLOCK_HALF) to the first halves of a token's heads.
-@triton.jit
-def _heads_of(tensor, batch, token, heads, cols):
-    ptr, batch_stride, head_stride, token_stride = tensor
-    ptr += batch * batch_stride + token * token_stride
-    return ptr + heads[:, None] * head_stride + cols[None, :]
-
-
-# Pointers (BLOCK_HALF,) to the first half of a token's row in cos or sin.
-@triton.jit
-def _row_of(tensor, batch, token, cols):
-    ptr, batch_stride, token_stride = tensor
-    return ptr + batch * batch_stride + token * token_stride + cols
-
-
+# Lanes beyond a half hold 0, since a sum over columns reads them too.
 @triton.jit
 def _load_halves(ptrs, mask, HALF: tl.constexpr):
     return tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + HALF, mask=mask, other=0.0)
@@ -209,7 +194,7 @@ def _store_halves(ptrs, y1, y2, mask, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_tokens", "T"])
 def _qk_norm_rope_bwd_kernel(
-    q,  # (dy, x, weight, dx, n_heads, dw_partial_ptr): dy, x and dx each as _heads_of takes them;
+    q,  # (dy, x, weight, dx, n_heads, dw_partial_ptr): dy, x and dx each as heads_of takes them;
     k,  # likewise; dw_partial_ptr (n_programs, blocks, D) fp32, or None: not needed
     cos,  # (B, T, D): its pointer, and the strides of samples and tokens
     sin,  # (B, T, D), likewise
@@ -243,10 +228,10 @@ def _backward(
     dw2 = tl.zeros((BLOCK_HEADS, BLOCK_HALF), dtype=tl.float32)
     for number in tl.range(tl.program_id(0), n_tokens, tl.num_programs(0)):
         batch, token = _place_of(number, T)
-        x1, x2 = _load_halves(_heads_of(x, batch, token, heads, cols), mask, HALF)
-        dy1, dy2 = _load_halves(_heads_of(dy, batch, token, heads, cols), mask, HALF)
-        c1, c2 = _load_row(_row_of(cos, batch, token, cols), cols, HALF)
-        s1, s2 = _load_row(_row_of(sin, batch, token, cols), cols, HALF)
+        x1, x2 = _load_halves(heads_of(x, batch, token, heads, cols), mask, HALF)
+        dy1, dy2 = _load_halves(heads_of(dy, batch, token, heads, cols), mask, HALF)
+        c1, c2 = _load_row(row_of(cos, batch, token, cols), cols, HALF)
+        s1, s2 = _load_row(row_of(sin, batch, token, cols), cols, HALF)
 
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         dy1, dy2 = dy1.to(tl.float32), dy2.to(tl.float32)
@@ -257,7 +242,7 @@ def _backward(
         mean = rstd * (tl.sum(uw1 * x1 + uw2 * x2, axis=1) / (2 * HALF))[:, None]
         x1, x2 = x1 * rstd, x2 * rstd  # x_hat from here on
         dx1, dx2 = rstd * (uw1 - x1 * mean), rstd * (uw2 - x2 * mean)
-        _store_halves(_heads_of(dx, batch, token, heads, cols), dx1, dx2, mask, HALF)
+        _store_halves(heads_of(dx, batch, token, heads, cols), dx1, dx2, mask, HALF)
         if dw_partial_ptr is not None:  # nor are these lines compiled for frozen weights
             dw1 += u1 * x1
             dw2 += u2 * x2
@@ -329,8 +314,8 @@ def qk_norm_rope_forward(q, k, q_weight, k_weight, eps, cos, sin):
             _qk_norm_rope_fwd_kernel[(B * T, n_q_blocks + n_k_blocks)](
                 (_strided(q), q_weight.contiguous(), _strided(q_rot), n_q_heads),
                 (_strided(k), k_weight.contiguous(), _strided(k_rot), n_k_heads),
-                _angles(cos),
-                _angles(sin),
+                angles_of(cos),
+                angles_of(sin),
                 T,
                 eps,
                 n_q_blocks,
@@ -388,8 +373,8 @@ def qk_norm_rope_backward(
         _qk_norm_rope_bwd_kernel[(n_programs, n_blocks)](
             (_strided(dq_rot), _strided(q), q_weight, _strided(dq), n_q_heads, parts[0]),
             (_strided(dk_rot), _strided(k), k_weight, _strided(dk), n_k_heads, parts[1]),
-            _angles(cos),
-            _angles(sin),
+            angles_of(cos),
+            angles_of(sin),
             B * T,
             T,
             eps,
@@ -417,13 +402,6 @@ def _strided(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
         return x, *strides
     x = x.detach().contiguous()
     return x, *x.stride()[:3]
-
-
-def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return cos or sin with adjacent columns, and the strides of samples and of tokens."""
-    t = t if t.stride(-1) == 1 else t.contiguous()
-    shared = t.ndim == 2 or t.shape[0] == 1  # all samples read one table
-    return t, 0 if shared else t.stride(0), t.stride(-2)
 
 
 DW_BLOCK = {"BLOCK_ROWS": 128, "BLOCK_COLS": 16, "num_warps": 8}  # not tuned

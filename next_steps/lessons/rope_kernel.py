@@ -114,18 +114,18 @@ def _rope_kernel(
     k_mask = (k_heads < n_k_heads)[:, None] & in_half[None, :]
 
     # All loads before the first store: the program waits for memory only once.
-    q1, q2 = _load_halves(_heads_of(q, batch, token, q_heads, cols), q_mask, HALF)
-    k1, k2 = _load_halves(_heads_of(k, batch, token, k_heads, cols), k_mask, HALF)
-    c1, c2 = _load_halves(_row_of(cos, batch, token, cols), in_half, HALF)
-    s1, s2 = _load_halves(_row_of(sin, batch, token, cols), in_half, HALF)
+    q1, q2 = _load_halves(heads_of(q, batch, token, q_heads, cols), q_mask, HALF)
+    k1, k2 = _load_halves(heads_of(k, batch, token, k_heads, cols), k_mask, HALF)
+    c1, c2 = _load_halves(row_of(cos, batch, token, cols), in_half, HALF)
+    s1, s2 = _load_halves(row_of(sin, batch, token, cols), in_half, HALF)
     c1, c2 = c1.to(tl.float32), c2.to(tl.float32)
     s1, s2 = s1.to(tl.float32), s2.to(tl.float32)
     if BACKWARD:
         s1, s2 = -s2, -s1
 
-    q_ptrs = _heads_of(q_rot, batch, token, q_heads, cols)
+    q_ptrs = heads_of(q_rot, batch, token, q_heads, cols)
     _store_rotated(q_ptrs, q1, q2, c1, c2, s1, s2, q_mask, HALF)
-    k_ptrs = _heads_of(k_rot, batch, token, k_heads, cols)
+    k_ptrs = heads_of(k_rot, batch, token, k_heads, cols)
     _store_rotated(k_ptrs, k1, k2, c1, c2, s1, s2, k_mask, HALF)
 
 
@@ -148,7 +148,7 @@ def _load_halves(ptrs, mask, HALF: tl.constexpr):
 
 # Pointers (heads, BLOCK_HALF) to the first halves of a token's heads in q or k.
 @triton.jit
-def _heads_of(tensor, batch, token, heads, cols):
+def heads_of(tensor, batch, token, heads, cols):
     ptr, batch_stride, head_stride, token_stride = tensor
     ptr += batch * batch_stride + token * token_stride
     return ptr + heads[:, None] * head_stride + cols[None, :]
@@ -156,7 +156,7 @@ def _heads_of(tensor, batch, token, heads, cols):
 
 # Pointers (BLOCK_HALF,) to the first half of a token's row in cos or sin.
 @triton.jit
-def _row_of(tensor, batch, token, cols):
+def row_of(tensor, batch, token, cols):
     ptr, batch_stride, token_stride = tensor
     return ptr + batch * batch_stride + token * token_stride + cols
 
@@ -197,8 +197,8 @@ def _launch(q, k, cos, sin, backward):
             _rope_kernel[(B * T, n_groups)](
                 (q, *q.stride()[:3]),
                 (k, *k.stride()[:3]),
-                _angles(cos),
-                _angles(sin),
+                angles_of(cos),
+                angles_of(sin),
                 (q_rot, *q_rot.stride()[:3]),
                 (k_rot, *k_rot.stride()[:3]),
                 T,
@@ -217,7 +217,7 @@ def _adjacent(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return x if x.stride(3) == 1 else out.copy_(x.detach())
 
 
-def _angles(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def angles_of(t: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """Return cos or sin with adjacent columns, and the strides of samples and of tokens."""
     t = t if t.stride(-1) == 1 else t.contiguous()
     shared = t.ndim == 2 or t.shape[0] == 1  # all samples read one table

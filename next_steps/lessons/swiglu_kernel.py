@@ -270,11 +270,8 @@ def swiglu_backward(dy, gate, up, inplace=False, need_y=False):
 
 
 def may_overwrite_saved() -> bool:
-    """Return True if a backward may write over the tensors that were saved for it.
-
-    It may not under retain_graph=True.  A compiler plans memory itself.
-    """
-    if torch.compiler.is_compiling():
+    """Return True if a backward may write over what was saved: not under retain_graph=True."""
+    if torch.compiler.is_compiling():  # a compiler plans memory itself
         return False
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 

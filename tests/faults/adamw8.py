@@ -41,19 +41,19 @@ FAULTS = {
     "test_square_beyond_fp32_is_forgotten_with_its_gradient": [
         ("m without its v", "tl.where(fits, tl.abs(m), 0.0)", "tl.where(m == m, tl.abs(m), 0.0)"),
     ],
-    "test_any_layout_is_stepped_as_a_contiguous_copy_would_be[columns]": [
+    "tests.adamw_test::test_any_layout_is_stepped_as_a_dense_copy_would_be[8 bits-columns-0]": [
         ("a copy not written back", "if not p.is_contiguous():\n        p.detach().copy_(p_dense)", "if False:\n        p.detach().copy_(p_dense)"),
     ],
-    "test_gradient_of_another_layout": [
+    "tests.adamw_test::test_gradient_of_another_layout[8 bits-transposed]": [
         ("gradient as it lies", "grad.detach().contiguous()", "grad.detach()"),
     ],
-    "test_maximize_goes_up_the_gradient": [
+    "tests.adamw_test::test_maximize_goes_up_the_gradient": [
         ("maximize in name only", "MAXIMIZE=bool(maximize)", "MAXIMIZE=False"),
     ],
-    "test_step_continues_from_the_count_it_is_given[1]": [
+    "tests.adamw_test::test_step_continues_from_the_count_it_is_given[8 bits-1]": [
         ("counts from 2", "tl.load(steps_done_ptr) + 1.0", "tl.load(steps_done_ptr) + 2.0"),
     ],
-    "test_bad_input_is_refused_with_a_sentence": [
+    "tests.adamw_test::test_bad_input_is_refused_with_a_sentence": [
         ("any codes", '("m", m, (torch.int8,), shape)', '("m", m, (torch.int8, torch.uint8), shape)'),
         ("codes of any strides", "if not t.is_contiguous():\n            given", "if False:\n            given"),
         ("any number of blocks", "(2, triton.cdiv(p.numel(), BLOCK))),", "None),"),

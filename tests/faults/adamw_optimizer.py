@@ -24,9 +24,6 @@ FAULTS = {
     "test_gradients_that_the_last_backward_does_not_reach_are_stepped_in_step": [
         ("what is left is lost", "self._step_parameter(group, index, p, p.grad)", "self._step_in_backward or self._step_parameter(group, index, p, p.grad)"),
     ],
-    "test_maximize_goes_up_the_gradient": [
-        ("maximize in the launcher alone", '            group["maximize"],\n', ""),
-    ],
     "test_bad_options_are_refused_with_a_sentence": [
         ("tensors not looked at", "is_number(value) and 0.0 <= value < below", "is_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
     ],
@@ -51,6 +48,7 @@ FAULTS = {
         ("what a hook returns is dropped", "state_dict if result is None else result", "state_dict"),
     ],
     "test_groups_have_their_own_settings": [
+        ("maximize in the launcher alone", '            group["maximize"],\n', ""),
         ("first group's lr for all", '            group["lr"],\n', '            self.param_groups[0]["lr"],\n'),
     ],
     "test_autograd_notices_that_a_weight_was_changed": [
@@ -68,7 +66,7 @@ FAULTS = {
     "test_codes_of_another_size_or_type_are_refused": [
         ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
     ],
-    "test_a_dtensor_gets_no_8_bit_moments": [
+    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-8 bits]": [
         ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
     ],
     "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [

@@ -15,10 +15,10 @@ FAULTS = {
         ("first half of a weight for both", "x2 * rstd * _for_heads(w2)", "x2 * rstd * _for_heads(w1)"),
         ("q's block taken for k's", "T, eps, block - n_q_blocks,", "T, eps, block,"),
         ("k's first block taken for q's", "if block < n_q_blocks:\n        _forward", "if block <= n_q_blocks:\n        _forward"),
-        ("cos for sin", "s1, s2 = _load_row(_row_of(sin,", "s1, s2 = _load_row(_row_of(cos,", 2),
+        ("cos for sin", "s1, s2 = _load_row(row_of(sin,", "s1, s2 = _load_row(row_of(cos,", 2),
         ("first half of a row for both", "_load_halves(ptrs, cols < HALF, HALF)", "_load_halves(ptrs, cols < HALF, 0)"),
         ("first half of a head for both", "tl.load(ptrs + HALF, mask", "tl.load(ptrs, mask"),
-        ("first sample's cos for all", "return t, 0 if shared else t.stride(0), t", "return t, 0, t"),
+        ("first sample's cos for all", "angles_of(cos),", "(cos, 0, cos.stride(-2)),", 2),
         ("second half not written", "tl.store(ptrs + HALF, y2", "tl.store(ptrs, y2"),
         ("k's number of heads for q", "_strided(q_rot), n_q_heads)", "_strided(q_rot), n_k_heads)"),
         ("k's number of heads for dq", "_strided(dq), n_q_heads,", "_strided(dq), n_k_heads,"),
@@ -50,7 +50,7 @@ FAULTS = {
     "test_eps_of_zero_leaves_no_nan_from_heads_that_are_none": [
         ("lanes without a head counted", "tl.where(mask, dw1, 0.0)", "dw1"),
     ],
-    "test_results_are_rounded_once": [
+    "tests.rope_test::test_results_are_rounded_once[qk_norm_rope-dtype1]": [
         ("x_hat rounded", "n1, n2 = x1 * rstd *", "n1, n2 = (x1 * rstd).to(tl.bfloat16).to(tl.float32) *"),
     ],
     "tests.contracts_numbers_test::test_ragged_sizes[qk_norm_rope-3-2-6]": [
@@ -87,12 +87,12 @@ FAULTS = {
         ("the output's taken for adjacent", "support.output_like(k)", "torch.empty_like(k)", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[qk_norm_rope-sin-every second column]": [
-        ("columns of sin taken for adjacent", "t = t if t.stride(-1) == 1 else t.contiguous()", "pass"),
+        ("columns of sin taken for adjacent", "angles_of(sin),", "(sin, *sin.stride()[:2]),", 2),
     ],
     "tests.contracts_numbers_test::test_any_strides[qk_norm_rope-q_weight-every second column]": [
         ("weight taken for adjacent", "q_weight.contiguous()", "q_weight", 2),
     ],
-    "test_results_have_the_layout_of_the_inputs": [
+    "tests.rope_test::test_results_have_the_layout_of_the_inputs": [
         ("results contiguous", "support.output_like(q)", "q.new_empty(q.shape)", 2),
     ],
     "tests.contracts_numbers_test::test_rows_beyond_int32[qk_norm_rope-q-0]": [
@@ -114,13 +114,13 @@ FAULTS = {
     "tests.contracts_autograd_test::test_frozen_inputs_leave_the_others_their_gradients[qk_norm_rope-q-k-k_weight]": [
         ("q's weight decides alone", "ctx.needs_input_grad[2] or ctx.needs_input_grad[3]", "ctx.needs_input_grad[2]"),
     ],
-    "test_gradient_of_the_angles_is_refused_not_silently_dropped": [
+    "tests.rope_test::test_gradient_of_the_angles_is_refused_not_silently_dropped": [
         ("gradient of sin is dropped", " or ctx.needs_input_grad[6]", ""),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[qk_norm_rope-True]": [
         ("second derivative is zero", 'support.refuse_second_derivative("The fused norm and RoPE")', "pass"),
     ],
-    "test_unsqueeze_dim_is_honoured[2]": [
+    "tests.rope_test::test_unsqueeze_dim_is_honoured": [
         ("unsqueeze_dim ignored", "if unsqueeze_dim == 1:", "if True:"),
     ],
 }  # fmt: skip

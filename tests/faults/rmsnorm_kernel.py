@@ -60,7 +60,7 @@ FAULTS = {
         ("32-bit offsets forward", "tl.program_id(0).to(tl.int64)", "tl.program_id(0)"),
         ("32-bit offsets backward", "tl.cast(row_number, tl.int64)", "tl.cast(row_number, tl.int32)"),
     ],
-    "test_frozen_weight_gets_no_gradient_and_no_buffer": [
+    "test_a_weight_that_needs_no_gradient_gets_none_and_no_buffer[frozen]": [
         ("dw for a frozen weight", "need_dweight = ctx.needs_input_grad[1]", "need_dweight = True"),
     ],
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rmsnorm-True]": [

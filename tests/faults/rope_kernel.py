@@ -15,8 +15,8 @@ FAULTS = {
         ("first half of cos for both", "c1, c2 = c1.to(tl.float32), c2.to", "c1, c2 = c1.to(tl.float32), c1.to"),
         ("first half of sin for both", "s1, s2 = s1.to(tl.float32), s2.to", "s1, s2 = s1.to(tl.float32), s1.to"),
         ("cos for sin", "s1, s2 = s1.to(tl.float32), s2", "s1, s2 = c1.to(tl.float32), s2"),
-        ("first sample's cos for all", "_angles(cos),", "(cos, 0, cos.stride(-2)),"),
-        ("first token's sin for all", "_angles(sin),", "(*_angles(sin)[:2], 0),"),
+        ("first sample's cos for all", "angles_of(cos),", "(cos, 0, cos.stride(-2)),"),
+        ("first token's sin for all", "angles_of(sin),", "(*angles_of(sin)[:2], 0),"),
         ("second half not written", "tl.store(y_ptrs + HALF, y2", "tl.store(y_ptrs, y2"),
         ("k's halves exchanged", "k_ptrs, k1, k2, c1", "k_ptrs, k2, k1, c1"),
         ("k's number of heads for q", "(q_heads < n_q_heads)", "(q_heads < n_k_heads)"),
@@ -31,7 +31,7 @@ FAULTS = {
         ("first group's heads of k for all", "group * BLOCK_K + tl.arange(0, BLOCK_K)", "tl.arange(0, BLOCK_K)"),
         ("last group lost", "[(B * T, n_groups)]", "[(B * T, n_groups - 1)]"),
     ],
-    "test_sum_is_rounded_once": [
+    "test_results_are_rounded_once[rope-dtype1]": [
         ("product rounded", "y1 = x1 * c1[None, :] -", "y1 = (x1 * c1[None, :]).to(y_ptrs.dtype.element_ty).to(tl.float32) -"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rope-q-dimension 1 repeated (stride 0)]": [
@@ -51,13 +51,13 @@ FAULTS = {
         ("the output's taken for adjacent", "support.output_like(k)", "torch.empty_like(k)"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rope-cos-dimensions 0 and 1 exchanged]": [
-        ("cos's stride of samples for sin", "_angles(sin),", "(sin, cos.stride(0), sin.stride(1)),"),
-        ("cos's stride of tokens for sin", "_angles(sin),", "(sin, sin.stride(0), cos.stride(1)),"),
+        ("cos's stride of samples for sin", "angles_of(sin),", "(sin, cos.stride(0), sin.stride(1)),"),
+        ("cos's stride of tokens for sin", "angles_of(sin),", "(sin, sin.stride(0), cos.stride(1)),"),
     ],
     "tests.contracts_numbers_test::test_any_strides[rope-sin-every second column]": [
         ("columns of sin taken for adjacent", "t = t if t.stride(-1) == 1 else t.contiguous()", "pass"),
     ],
-    "test_outputs_have_the_layout_of_the_inputs": [
+    "test_results_have_the_layout_of_the_inputs": [
         ("outputs contiguous", "support.output_like(q)", "q.new_empty(q.shape)"),
     ],
     "tests.contracts_numbers_test::test_rows_beyond_int32[rope-q-0]": [
@@ -81,7 +81,7 @@ FAULTS = {
     "tests.contracts_autograd_test::test_second_derivative_is_refused_not_silently_zero[rope-True]": [
         ("second derivative is zero", 'support.refuse_second_derivative("The fused RoPE")', "pass"),
     ],
-    "test_unsqueeze_dim_is_honoured[2]": [
+    "test_unsqueeze_dim_is_honoured": [
         ("unsqueeze_dim ignored", "if unsqueeze_dim == 1:", "if unsqueeze_dim in (1, 2):"),
     ],
 }  # fmt: skip
