@@ -53,7 +53,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication, measured, parallel, power, stepping, timing
     from next_steps.memory import memory_estimate
-    from next_steps.patches import apply_kernels, fp8_model, patched_model
+    from next_steps.patches import apply_kernels, patched_model, projections
 
     kernels, graph = workload.kernels, workload.cuda_graph
     take_threads(workload.model)
@@ -107,7 +107,7 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
         "environment": environment(),
         **workload.as_record(),
         **counts(model.config, workload),
-        **fp8_model.layers_in_fp8(model, workload),
+        **projections.layers_in_fp8(model, workload),
         "warmup_steps": workload.warmup,
         **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
         **({"busy_us": idle["busy_us"]} if graph else {}),
@@ -185,7 +185,7 @@ def main() -> None:
         args.trace = default_trace(workload)
     check_outputs(args)
     if workload.fp8:
-        from next_steps.patches.fp8_model import require_fp8
+        from next_steps.patches.projections import require_fp8
 
         require_fp8()
     from harness.steps import parallel

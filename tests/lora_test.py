@@ -39,7 +39,6 @@ from tests.small_workloads import (
     SMALL,
     TINY,
     change_json,
-    smaller_config,
     tiny_batch,
     tiny_workload,
     uneven_norms,
@@ -150,38 +149,28 @@ def test_the_optimizer_holds_moments_of_adapters_alone(kernels):
 # ---------------------------------------------------------------- runs
 
 
-WAYS = {
-    "accumulate": ["--accumulate", "2"],
-    "pack": ["--pack"],
-    "layer": ["--recompute", "layer"],
+RUNS = {  # flags of both runs, those of the second, and how far apart they may be
+    "accumulate": (["--accumulate", "2"], ["--kernels", "all"], 1e-5),
+    "pack": (["--pack"], ["--kernels", "all"], 1e-5),
+    "layer": (["--recompute", "layer"], ["--kernels", "all"], 1e-5),
+    "bf16": (["--dtype", "bf16"], [], 1e-2),
+    "an opponent": ([], ["--opponent", "rms-norm"], 1e-5),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_runs_with_kernels_follow_those_without(small_model, little_validation, recorded, way):
-    flags = [*SMALL, *RANK, *WAYS[way]]
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_with_kernels_follow_those_without(small_model, little_validation, recorded, case):
+    flags, more, allowed = RUNS[case]
+    flags = [*SMALL, *RANK, *flags]
     baseline = recorded(finetune_baseline, *flags)
-    optimized = recorded(finetune_optimized, *flags, "--kernels", "all")
-    for record in (baseline, optimized):
-        assert record["trained_parameters"] < record["parameters"] / 2
+    script = opponents if "--opponent" in more else finetune_optimized
+    optimized = recorded(script, *flags, *more)
     for key in ("losses", "validation_loss_after"):
-        assert optimized[key] == pytest.approx(baseline[key], rel=1e-5)
+        assert optimized[key] == pytest.approx(baseline[key], rel=allowed)
     assert len(set(baseline["losses"])) == 3
-
-
-def test_bf16_runs_agree_to_a_hundredth(small_model, recorded):
-    flags = [*SMALL, *RANK, "--dtype", "bf16"]
-    losses = [recorded(script, *flags)["losses"] for script in SCRIPTS]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-
-
-def test_an_opponent_trains_the_same_adapters(small_model, recorded):
-    flags = [*SMALL, *RANK]
-    ours = recorded(finetune_baseline, *flags)
-    theirs = recorded(opponents, *flags, "--opponent", "rms-norm")
-    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
-    assert theirs["trained_parameters"] == ours["trained_parameters"]
+    assert optimized["trained_parameters"] == baseline["trained_parameters"]
+    assert baseline["trained_parameters"] < baseline["parameters"] / 2
 
 
 def test_losses_of_another_rank_are_not_compared(small_model, run_script, tmp_path):
@@ -233,6 +222,25 @@ def base(tmp_path) -> str:
     folder = tmp_path / "base"
     uneven_norms(loading.load_model(tiny_workload("--seed", "5"))).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def adapter(base, tmp_path) -> Path:
+    """The folder of adapters beside that model."""
+    folder, workload = tmp_path / "adapter", tiny_workload("--model", base, *RANK)
+    saving.save_model(without_zeros(patched_model.load(workload)), workload, str(folder))
+    return folder
+
+
+@pytest.fixture
+def train_further(base, adapter, run_script):
+    """train_further("--merge"): what becomes of a run that trains the adapters further."""
+
+    def train(*flags: str, model: str = base):
+        flags = [*SMALL, "--data", "synthetic", "--model", model, "--adapter", str(adapter), *flags]
+        return run_script(finetune_baseline, *flags)
+
+    return train
 
 
 @pytest.fixture
@@ -303,15 +311,13 @@ def of_same_shapes(tmp_path, seed: str = "6") -> str:
 
 @pytest.mark.parametrize("more", [[], ["--merge"]], ids=["trained further", "merged"])
 def test_an_adapter_of_another_model_of_the_same_shapes_is_refused(
-    base, saved, run_script, tmp_path, more
+    base, adapter, train_further, tmp_path, more
 ):
     """W + B A of the one's W and the other's B A is no model that anybody trained."""
-    folder, _ = saved(*RANK)
     other, into = of_same_shapes(tmp_path), tmp_path / "into"
-    flags = [*SMALL, "--model", other, "--adapter", str(folder), "--save", str(into), *more]
-    outcome = run_script(finetune_baseline, *flags)
+    outcome = train_further("--save", str(into), *more, model=other)
     assert outcome.code == 2 and "step 1" not in outcome.out
-    given = f"error: --adapter {folder} was trained beside other weights than {other} has"
+    given = f"error: --adapter {adapter} was trained beside other weights than {other} has"
     assert f"{given}, those of {base}: give the --model that it was trained with" in outcome.err
     assert not list(into.glob("*.safetensors"))
 
@@ -329,21 +335,16 @@ def test_an_adapter_of_other_random_weights_is_refused(small_model, run_script, 
     assert "nothing tells whether tiny has the same" in outcome.out
 
 
-def test_a_model_that_has_moved_keeps_its_adapters(base, saved, run_script):
-    folder, _ = saved(*RANK)
-    moved = shutil.move(base, f"{base}-moved")
-    flags = [*SMALL, "--model", moved, "--data", "synthetic", "--adapter", str(folder)]
-    outcome = run_script(finetune_baseline, *flags)
+def test_a_model_that_has_moved_keeps_its_adapters(base, train_further):
+    outcome = train_further(model=shutil.move(base, f"{base}-moved"))
     assert outcome.code == 0 and "Note" not in outcome.out
 
 
-def test_an_adapter_of_another_config_is_refused_by_its_field(base, saved, run_script):
+def test_an_adapter_of_another_config_is_refused_by_its_field(base, train_further):
     """Before the weights are loaded, of which a bar tells."""
-    folder, _ = saved(*RANK)
     change_json(Path(base, "config.json"), rms_norm_eps=0.1)
-    outcome = run_script(finetune_baseline, *SMALL, "--model", base, "--adapter", str(folder))
     said = "was trained with another config.json of its model: rms_norm_eps 0.1 (not 1e-05)"
-    assert_refused(outcome, said)
+    assert_refused(train_further(), said)
 
 
 @pytest.mark.parametrize(
@@ -608,33 +609,25 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_an_adapter_that_does_not_fit_is_refused(saved, base, run_script, case):
-    folder, _ = saved(*RANK, "--steps", "1")
+def test_an_adapter_that_does_not_fit_is_refused(adapter, train_further, case):
     damage, said = DAMAGED[case]
-    damage(folder)
-    flags = [*SMALL, "--model", base, "--adapter", str(folder)]
-    assert_refused(run_script(finetune_baseline, *flags), said)
+    damage(adapter)
+    assert_refused(train_further(), said)
 
 
-def test_an_adapter_of_another_model_is_refused(saved, run_script, monkeypatch):
-    folder, _ = saved(*RANK)
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    outcome = run_script(finetune_baseline, *SMALL, "--adapter", str(folder))
-    assert_refused(outcome, "does not fit tiny: 14 not part of that model", "give the --model")
+def test_an_adapter_of_another_model_is_refused(train_further, small_model):
+    said = "does not fit tiny: 14 not part of that model", "give the --model"
+    assert_refused(train_further(model="tiny"), *said)
 
 
 @pytest.mark.parametrize(
     "flags", [["--lora-rank", "2"], ["--lora-alpha", "7"], ["--lora-targets", "mlp"]], ids=str
 )
-def test_flags_that_contradict_the_adapter_are_refused(saved, base, run_script, flags):
-    folder, _ = saved(*RANK)
-    given = [*SMALL, "--model", base, "--adapter", str(folder), *flags]
-    outcome = run_script(finetune_baseline, *given)
-    assert_refused(outcome, f"{flags[0]} is ", "but in --adapter")
+def test_flags_that_contradict_the_adapter_are_refused(train_further, flags):
+    assert_refused(train_further(*flags), f"{flags[0]} is ", "but in --adapter")
 
 
-def test_adapters_and_models_are_not_saved_into_one_folder(saved, base, run_script):
-    adapter, _ = saved(*RANK)
+def test_adapters_and_models_are_not_saved_into_one_folder(adapter, base, run_script):
     into_model = run_script(finetune_baseline, *SMALL, *RANK, "--save", base)
     assert_refused(into_model, "holds a model (config.json), and an adapter would be loaded")
     for flags in ([], [*RANK, "--merge"]):

@@ -15,7 +15,6 @@ from harness.cli.workload import Workload
 from harness.model.loading import load_model
 from next_steps.hugging_face import sft
 from next_steps.patches.apply_kernels import apply_kernels
-from tests.apply_kernels_test import launches  # noqa: F401
 from tests.chat_test import TALK, TURNS, WORDS
 from tests.conftest import assert_refused
 from tests.small_workloads import jsonl, tiny_workload
@@ -47,7 +46,7 @@ def data(tmp_path, small_model) -> Iterator[str]:
 
 @needs_trl
 @pytest.mark.parametrize("lora", [[], ["--lora-rank", "4"]], ids=["full", "lora"])
-def test_kernels_change_no_loss(recorded, data, lora, launches):  # noqa: F811
+def test_kernels_change_no_loss(recorded, data, lora, launches):
     flags = [sft, *FLAGS, "--data", data, *lora]
     baseline = recorded(*flags, "--kernels", "none")
     assert not launches
@@ -101,7 +100,7 @@ def different_letters(completions: list[str], **_) -> list[float]:
 
 @needs_trl
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_kernels_change_no_step_of_trls_others(tmp_path, small_model, name, launches):  # noqa: F811
+def test_kernels_change_no_step_of_trls_others(tmp_path, small_model, name, launches):
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM

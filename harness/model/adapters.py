@@ -22,10 +22,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from harness.cli.adapter_config import ATTENTION, CONFIG, SHARING, WEIGHTS, projections
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload, draws_weights, same_place
+from harness.cli.workload import Frozen, Workload, draws_weights, same_place
 from harness.model import architecture
 from harness.model.architecture import TORCH_DTYPES, projection_shapes
-from harness.model.config_file import reading
+from harness.model.config_file import misfits_in_words, reading
 
 BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
 NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
@@ -93,15 +93,10 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
                 prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
                 shapes[f"{prefix}.lora_A.weight"] = rank, columns
                 shapes[f"{prefix}.lora_B.weight"] = rows, rank
-    there = shapes.keys() & found.keys()
-    misfits = {
-        "missing": sorted(shapes.keys() - found.keys()),
-        "not part of that model": sorted(found.keys() - shapes.keys()),
-        "of another shape": sorted(name for name in there if shapes[name] != found[name].shape),
-    }
-    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    misshapen = [n for n, shape in shapes.items() if n in found and found[n].shape != shape]
+    said = misfits_in_words(shapes.keys() - found.keys(), found.keys() - shapes.keys(), misshapen)
     if said:
-        given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
+        given = f"--adapter {folder} does not fit {workload.model}: {said}"
         raise UserError(f"{given}: give the --model that it was trained with")
     if base and (different := architecture.computing_differences(base["config"], config)):
         given = f"--adapter {folder} was trained with another config.json of its model"
@@ -131,8 +126,8 @@ def said_of_base(folder: str) -> dict:
 
 def kept_as(workload: Workload) -> str:
     """Return how frozen weights are kept; digests compare only what is kept in one way."""
-    form, _, _ = (workload.frozen_as or "plain").partition(" ")  # all modes of FP8 have one digest
-    return f"{form} {workload.dtype}"
+    forms = {None: "plain", Frozen.NF4: "nf4"}
+    return f"{forms.get(workload.frozen_as, 'fp8')} {workload.dtype}"  # FP8 has one digest
 
 
 def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:

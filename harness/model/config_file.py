@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -157,6 +157,13 @@ def reading(what: str) -> Iterator[None]:
         said = repr(error) if isinstance(error, LookupError) else str(error)
         message = textwrap.shorten(said, 300, placeholder=" ...")
         raise UserError(f"{what} could not be loaded: {message}") from error
+
+
+def misfits_in_words(missing: Iterable, unexpected: Iterable, misshapen: Iterable) -> str:
+    """Return how the names of saved tensors differ from a model's; "" if they do not."""
+    kinds = "missing", "not part of that model", "of another shape"
+    said = zip(kinds, map(sorted, (missing, unexpected, misshapen)))
+    return "; ".join(f"{len(names)} {kind}, {names[0]} among them" for kind, names in said if names)
 
 
 def shortened(text: str) -> str:

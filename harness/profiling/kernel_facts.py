@@ -306,7 +306,7 @@ ROWS = [
         allocates={
             "next_steps.layers.fp8_layer:qkv_fp8": "v, gate, up (fp8)",
             "next_steps.layers.fp8_layer:mlp_fp8": "v, gate, up (fp8)",
-            "next_steps.patches.fp8_model:DecoderLayer.compute": "residual stream",
+            "next_steps.patches.projections:DecoderLayer.compute": "residual stream",
         },
     ),
 ]

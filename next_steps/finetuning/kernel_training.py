@@ -22,8 +22,8 @@ from harness.training.training_run import Run
 from next_steps.finetuning import checkpoint
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_optimizer
-from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
+from next_steps.patches.projections import layers_in_fp8
 
 NO_CHECKPOINTS = Checkpoints()
 

@@ -28,8 +28,8 @@ from next_steps.memory.memory_estimate import try_kernels
 from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Observer
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
-from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
+from next_steps.patches.projections import layers_in_fp8
 
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 

@@ -195,7 +195,7 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
     from harness.model.adapters import counts
     from harness.steps.measured import measure
     from next_steps.finetuning import kernel_training
-    from next_steps.patches.fp8_model import layers_in_fp8
+    from next_steps.patches.projections import layers_in_fp8
 
     model, _, optimizer = kernel_training.prepare(workload)
     if not HAS_GPU:

@@ -67,7 +67,7 @@ def script_of(workload: Workload) -> str:
 def other_runs(workload: Workload, graphs: bool) -> tuple[list[tuple[str, Workload]], list[str]]:
     """Return the names and workloads of the runs after the rungs, and why FP8 is left out."""
     from harness.cli.device import HAS_GPU
-    from next_steps.patches.fp8_model import require_fp8
+    from next_steps.patches.projections import require_fp8
 
     two, with_two = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
     in_fp8, graph = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}, {"cuda_graph": True}
