@@ -32,6 +32,7 @@ from tests.fixtures import (  # noqa: F401
     pyplot,
     same_random_numbers,
     saved_tiny,
+    small_disk,
     small_model,
     small_tiles,
     unused_memory_returned,

@@ -24,7 +24,7 @@ from harness.model import architecture, loading
 from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
 from harness.steps import stepping, timing
-from harness.training import training_run
+from harness.training import run_text, training_run
 from next_steps.finetuning import distill, distillation
 from next_steps.patches import apply_kernels
 from tests.apply_kernels_test import (
@@ -210,7 +210,7 @@ def test_a_run_says_who_taught_whom(distilled):
     assert record["teacher_parameters"] == n > record["parameters"]
     printed = record["printed"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
-    assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
+    assert printed.count(teacher_line(record)) == 2 and run_text.result_block(record) in printed
     first, last = record["losses"]
     assert f"Distillation loss:        {first:.4f} in step 1, {last:.4f} in step 2" in printed
     if not HAS_GPU:

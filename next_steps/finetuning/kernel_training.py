@@ -37,7 +37,7 @@ def train(
 ) -> dict:
     """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
     parallel.start(workload)
-    with checkpoints.claimed():
+    with checkpoints.folder_locked():
         resumes = checkpoints.resume is not None
         path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
         look_at_data(workload, before and before["day"])
