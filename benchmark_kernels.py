@@ -45,10 +45,10 @@ def first_call(kernel: str, size: specs.Size, dtype_name: str) -> float:
     from harness.benchmark.benchmarking import prepare
     from harness.cli.device import HAS_GPU, synchronize
     from next_steps.comparisons.benchmark_contenders import implementations
-    from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
+    from next_steps.comparisons.benchmark_problems import PROBLEMS, TIMED_TORCH_DTYPES
 
     tokens = specs.SPECS[kernel].tokens(HAS_GPU)[0]
-    problem = PROBLEMS[kernel](tokens, size, TORCH_DTYPES[dtype_name])
+    problem = PROBLEMS[kernel](tokens, size, TIMED_TORCH_DTYPES[dtype_name])
     ours = next(each for each in implementations(kernel, dtype_name, []) if each.name == specs.OURS)
     call = prepare(problem, ours)
     synchronize()  # the problem is made: PyTorch, autograd and the GPU are awake
@@ -85,9 +85,9 @@ def benchmark(
     from harness.cli.device import HAS_GPU
     from next_steps.comparisons.benchmark_contenders import implementations
     from next_steps.comparisons.benchmark_peers import find_peers
-    from next_steps.comparisons.benchmark_problems import PROBLEMS, TORCH_DTYPES
+    from next_steps.comparisons.benchmark_problems import PROBLEMS, TIMED_TORCH_DTYPES
 
-    spec, dtype = specs.SPECS[kernel], TORCH_DTYPES[dtype_name]
+    spec, dtype = specs.SPECS[kernel], TIMED_TORCH_DTYPES[dtype_name]
     per_element = spec.per_element(dtype.itemsize)
     peers, absent = find_peers(kernel)
     compilation = first_call_seconds(kernel, size, dtype_name, absent) if HAS_GPU else None
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     table = {
         "--kernel": row("what to measure", choices=[*specs.SPECS, "all"], default="all"),
         **size_flags(specs.SPECS),
-        "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
+        "--dtype": row("of inputs and gradients", choices=specs.TIMED_DTYPES, default="bf16"),
         "--json": row("write the measurements as a JSON record", metavar="FILE"),
         "--plot": row("write latency and bandwidth over tokens as a picture", metavar="FILE.png"),
     }

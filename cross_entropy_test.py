@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark import checking
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.steps import timing
 from tests import printing
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from harness.benchmark import checking
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 from tests import printing
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import cross_entropy_kernel
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from subjects.subject import (
     PADDED_WIDTHS,
     Subject,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import cross_entropy_kernel
 from cross_entropy_kernel import cross_entropy_reference
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import linear_cross_entropy_kernel
 from next_steps.lessons.linear_cross_entropy_kernel import (
     TritonLinearCrossEntropyLoss,

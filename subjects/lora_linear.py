@@ -5,7 +5,7 @@ import math
 import torch
 
 import rmsnorm_kernel
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from next_steps.layers import lora_swiglu as kernels_of_both
 from next_steps.layers.fused_layer import (
     NormLinearFunction,

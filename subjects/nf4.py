@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import nf4_kernel
 from next_steps.lessons.nf4_kernel import (
     NF4,

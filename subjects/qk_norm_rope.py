@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import TritonQKNormRoPEFunction, qk_norm_rope_reference
 from subjects import rope

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import reverse_kl_kernel
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 from subjects.subject import PADDED_WIDTHS, Subject, bad_inputs, normals, of_rows, refused_tensors

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from rmsnorm_kernel import TritonRMSNormFunction, rmsnorm_reference
 from subjects.subject import BadInput, Subject, normals, refused_tensors
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import rope_kernel
 from next_steps.lessons.rope_kernel import TritonRoPEFunction, rope_reference
 from subjects.subject import BadInput, Subject, as_tuple, normals, refused_tensors

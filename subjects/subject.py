@@ -12,7 +12,8 @@ from types import ModuleType
 
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, compare
+from harness.benchmark.checking import compare
+from harness.cli.device import DEVICE, HAS_GPU
 
 Parts = dict[str, torch.Tensor | None]
 # The compiler leaves gaps only between long rows whose length it knows: those of a graph's first

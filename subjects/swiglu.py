@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import TritonSwiGLU, TritonSwiGLUFunction, swiglu_reference
 from subjects.subject import Subject, bad_call, normals, refused_tensors

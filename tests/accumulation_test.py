@@ -12,8 +12,8 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.benchmark.checking import DEVICE, relative_error
-from harness.cli.device import HAS_GPU
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, loading

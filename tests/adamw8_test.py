@@ -10,7 +10,8 @@ middle between two codes either is right.
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare
+from harness.benchmark.checking import assert_all_passed, compare
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons.adamw8 import (
     BLOCK,
     Moments,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.optim import lr_scheduler
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import adamw_optimizer
 from next_steps.lessons.adamw8 import dequantize_moments, quantize_moments
 from next_steps.lessons.adamw_optimizer import CODED_STATE, TritonAdamW

@@ -22,7 +22,7 @@ from torch.distributed.tensor import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons import adamw_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.fixtures import is_freed

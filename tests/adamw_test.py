@@ -14,7 +14,8 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, compare
+from harness.benchmark.checking import assert_all_passed, compare
+from harness.cli.device import DEVICE, HAS_GPU
 from kernel_support import tl, triton
 from next_steps.lessons import adamw8, adamw_kernel
 from next_steps.lessons.adamw8 import adamw8_step, dequantize_moments, new_moments, quantize_moments

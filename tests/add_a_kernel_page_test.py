@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from tests.readme_test import ADD_A_KERNEL, FENCED, TEXTS
 from tests.structure_test import HERE, tracked
 

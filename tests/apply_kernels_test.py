@@ -28,15 +28,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, default_data_collator
 from transformers.models.llama import modeling_llama
 
-from harness.benchmark.checking import (
-    DEVICE,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    compare,
-    relative_error,
-)
+from harness.benchmark.checking import Check, assert_all_passed, compare, relative_error
 from harness.cli import adapter_config
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.data import dataset
 from harness.model.families import FAMILIES
 from harness.model.patching import called_function

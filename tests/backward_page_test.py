@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from tests.readme_test import TEXTS, blocks
 
 PAGE = TEXTS["docs/backward.md"]

@@ -39,8 +39,8 @@ from harness.benchmark.benchmarking import (
     gradient_errors,
     measure_times,
 )
-from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli import command_line, tables
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.steps import timing
 from next_steps.comparisons import benchmark_contenders as contenders

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 
 HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {  # the lesson: files beside it, and what is run of it

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed, relative_error
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from harness.cli.device import DEVICE
 from subjects import SUBJECTS
 from subjects.subject import as_tuple, checks, gradients, leaves_of, run, same_bits
 from tests.contracts import contract

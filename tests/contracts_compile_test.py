@@ -21,7 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from subjects.subject import (
     Subject,
     as_tuple,

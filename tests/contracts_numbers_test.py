@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, FLOOR, HAS_GPU, assert_all_passed, relative_error
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from rmsnorm_kernel import triton
 from subjects.subject import (
     as_tuple,

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from harness.cli.workload import Frozen
 from harness.model.architecture import build_model
 from next_steps.patches import offload

@@ -16,7 +16,8 @@ from cross_entropy_kernel import (
     cross_entropy_reference,
 )
 from cross_entropy_test import compare_both, loss_and_gradient, reference_and_eager, run_checks
-from harness.benchmark.checking import DEVICE, assert_all_passed, compare
+from harness.benchmark.checking import assert_all_passed, compare
+from harness.cli.device import DEVICE
 from subjects.cross_entropy import SUBJECTS, bad_input, make
 from subjects.subject import run
 from tests import tiles

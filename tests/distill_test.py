@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 import finetune_baseline
-from harness.benchmark.checking import HAS_GPU
 from harness.cli import tables
+from harness.cli.device import HAS_GPU
 from harness.cli.flags import Parser
 from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from harness.model.exact_modules import class_of, is_as_written, is_matrix, is_unchanged
 from next_steps.layers.llama_mlp import TritonLlamaMLP
 

@@ -17,7 +17,8 @@ from exercises import check
 from exercises.grading import answer, speed
 from exercises.grading.grading import EXERCISES, grade, in_float64, stopped
 from exercises.grading.words import WORDS
-from harness.benchmark.checking import FLOOR, HAS_GPU, relative_error
+from harness.benchmark.checking import FLOOR, relative_error
+from harness.cli.device import HAS_GPU
 from tests.conftest import assert_refused
 from tests.exercise_solutions import MISTAKES, SOLUTIONS, solved
 from tests.fixtures import needs_gpu

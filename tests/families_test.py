@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import finetune_baseline
 import finetune_optimized
-from harness.benchmark.checking import DEVICE, assert_all_passed, relative_error
+from harness.benchmark.checking import assert_all_passed, relative_error
+from harness.cli.device import DEVICE
 from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Frozen
 from harness.data import dataset

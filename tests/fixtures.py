@@ -19,7 +19,7 @@ import pytest
 import torch
 from filelock import FileLock  # PyTorch needs it too
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.several_gpus(2)

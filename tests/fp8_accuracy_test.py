@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from next_steps.layers import fp8_layer, frozen_fp8
 from next_steps.studies import fp8_accuracy
 from next_steps.studies.fp8_accuracy import more_steps, row_of

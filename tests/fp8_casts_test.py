@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import fp8_casts
 from next_steps.lessons.fp8_casts import (
     rmsnorm_fp8,

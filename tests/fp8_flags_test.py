@@ -6,7 +6,7 @@ import pytest
 
 import finetune_optimized
 import profile_baseline
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.model import loading

@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons.fp8_kernel import (
     FP8,
     Rows,

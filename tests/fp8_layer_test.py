@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from harness.benchmark.checking import relative_error
 from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import RECOMPUTE
 from harness.model import architecture
 from harness.model.loading import load_model

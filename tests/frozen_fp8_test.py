@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import finetune_optimized
-from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
+from harness.benchmark.checking import relative_error
 from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Frozen
 from harness.model import adapters, architecture, loading
 from next_steps.layers import frozen_fp8 as lesson

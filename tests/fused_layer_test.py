@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, assert_all_passed, relative_error
+from harness.benchmark.checking import assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.layers import fused_layer
 from next_steps.layers.fused_layer import (
     NormLinearFunction,

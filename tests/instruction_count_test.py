@@ -12,8 +12,15 @@ from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import FACTS, launch_of
 from tests.toolchain_test import HERE, run
 from tools import compile_cases, instruction_count
-from tools.instruction_count import GPUS, Count, Traffic, instructions_of, parse, streaming_loops
-from tools.page_records import load
+from tools.instruction_count import (
+    COUNTED_GPUS,
+    Count,
+    Traffic,
+    instructions_of,
+    parse,
+    streaming_loops,
+)
+from tools.page_records import load_record
 
 # One program copies 2 x 32 x 16 bytes in a turn of its loop; with a rare loop, a way that never
 # returns, and what an assembler fills up with.
@@ -88,8 +95,8 @@ def test_the_quotient_by_hand():
     """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 8e12."""
     for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 8e12)):
         count = Count("", "", "", threads / 32, n_bytes)
-        assert count.quotient(GPUS[gpu]) == pytest.approx(1)
-    clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in GPUS.values()]
+        assert count.quotient(COUNTED_GPUS[gpu]) == pytest.approx(1)
+    clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in COUNTED_GPUS.values()]
     assert clocks == [1.98, 1.98, 1.95]
 
 
@@ -123,7 +130,7 @@ command_line.run_main(main)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", instruction_count.TARGETS)
+@pytest.mark.parametrize("target", instruction_count.COUNTED_TARGETS)
 def test_a_compiled_copy_and_more_instructions(tmp_path, target):
     """2,048 numbers of bf16 in 128 threads: each loads and stores 16 bytes twice."""
     script = tmp_path / "kernels.py"
@@ -139,14 +146,14 @@ def test_a_compiled_copy_and_more_instructions(tmp_path, target):
     warps = 2**20 // 2048 * 4
     # 4 accesses, EXIT, and what computes two addresses
     assert 5 < counts[0].instructions / warps < 40
-    one, more, most = (count.quotient(GPUS["GB300"]) for count in counts)
+    one, more, most = (count.quotient(COUNTED_GPUS["GB300"]) for count in counts)
     assert one < more < most
 
 
 # ---------------------------------------------------------------- the record
 
 
-COUNTS = [Count(**each) for each in load("instruction_count")["counts"]]
+COUNTS = [Count(**each) for each in load_record("instruction_count")["counts"]]
 TOKENS, INTERMEDIATE = 4096, 14_336  # of tools/compile_cases.py
 NUMBERS = {  # of the tensor that a pass is over, by kernel_facts.py's names
     "stream": TOKENS * 4096,
@@ -175,8 +182,8 @@ def test_bytes_are_the_facts_passes(count):
     ("reverse KL, batchmean, V = 131,072", "reverse_kl"),
 ])  # fmt: skip
 def test_no_gpu_was_faster_than_the_count_allows(case, name):
-    record = load(f"benchmark_{name}")
-    (gpu,) = (GPUS[each] for each in GPUS if each in record["environment"]["gpu"])
+    record = load_record(f"benchmark_{name}")
+    (gpu,) = (COUNTED_GPUS[each] for each in COUNTED_GPUS if each in record["environment"]["gpu"])
     (count,) = (each for each in COUNTS if each.case == case and each.target == gpu.target)
     section = record["sections"][-1]
     most = max(row["tokens"] for row in section["rows"])
@@ -184,13 +191,13 @@ def test_no_gpu_was_faster_than_the_count_allows(case, name):
     ours = (row["kernels_us"] for row in rows if row["implementation"].startswith("ours"))
     n_bytes = section["bytes_per_element"] * most * math.prod(numbers(section["size"]))
     in_memory_us = n_bytes / gpu.tbs / 1e6
-    assert min(ours) >= in_memory_us * max(1, count.quotient(GPUS["H200"]))
+    assert min(ours) >= in_memory_us * max(1, count.quotient(COUNTED_GPUS["H200"]))
 
 
 @pytest.mark.exhaustive
 def test_the_record_is_what_this_triton_gives(tmp_path):
     """Of one lesson and target; another Triton may count otherwise, and the page names its own."""
-    record = load("instruction_count")
+    record = load_record("instruction_count")
     if triton.__version__ != record["environment"]["triton"]:
         pytest.skip(f"the record is Triton {record['environment']['triton']}'s")
     code = "import dataclasses, json; from tools.instruction_count import rows_of; "
@@ -202,17 +209,17 @@ def test_the_record_is_what_this_triton_gives(tmp_path):
         assert count in record["counts"]
 
 
-@pytest.mark.parametrize("lesson", instruction_count.CASES)
+@pytest.mark.parametrize("lesson", instruction_count.COUNTED_CASES)
 def test_every_kernel_that_moves_a_tensor_is_counted_by_cases_of_the_compile_check(lesson):
     cases = {case.name for case in compile_cases.CASES[lesson]}
-    assert {*instruction_count.CASES[lesson]} <= cases
+    assert {*instruction_count.COUNTED_CASES[lesson]} <= cases
     for launch in FACTS[lesson].launches:
         counted = any(count.kernel.startswith(launch.prefix) for count in COUNTS)
         assert counted or launch.tensor is None
 
 
 def test_what_is_printed_says_which_limit_comes_first():
-    record = load("instruction_count")
+    record = load_record("instruction_count")
     printed = instruction_count.render(record)
     last = " ".join(printed.rpartition("\n\n")[2].split())
     first, others = last.split(" The memory in the ")

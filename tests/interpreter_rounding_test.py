@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli import interpreter
+from harness.cli.device import DEVICE, HAS_GPU
 from kernel_support import tl, triton
 from tests import fp8_kernel_test
 from tests.fp8_kernel_test import needs_fp8

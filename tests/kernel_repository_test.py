@@ -16,9 +16,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.utils import is_kernels_available
 
-from harness.benchmark.checking import DEVICE, assert_all_passed, compare
+from harness.benchmark.checking import assert_all_passed, compare
 from harness.cli.command_line import UserError
-from harness.cli.device import HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.hugging_face import kernel_layers, kernel_repository
 from next_steps.hugging_face.kernel_repository import make_repository, with_relative_imports
 from rmsnorm_kernel import rmsnorm_forward

@@ -8,7 +8,7 @@ import torch
 
 import kernel_support
 from cross_entropy_kernel import TritonCrossEntropyLoss
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from kernel_support import (
     FLOATS,
     FP32,

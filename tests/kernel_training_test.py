@@ -12,9 +12,9 @@ import torch
 
 import finetune_baseline
 import finetune_optimized
-from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli import command_line, device
 from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import OPPONENTS, WARMUP_STEPS
 from harness.data.dataset import Batch
 from harness.model import architecture, loading

@@ -14,14 +14,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from cross_entropy_test import reference_and_eager as row_reference_and_eager
-from harness.benchmark.checking import (
-    DEVICE,
-    FLOOR,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import FLOOR, Check, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.steps import timing
 from next_steps.lessons import linear_cross_entropy_kernel
 from next_steps.lessons.linear_cross_entropy_kernel import (

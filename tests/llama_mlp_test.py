@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
+from harness.benchmark.checking import Check, assert_all_passed, compare
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction, TritonLlamaMLP
 from subjects.fused_layer import make_mlp
 from tests.calls import Calls

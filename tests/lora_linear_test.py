@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE
 from next_steps.layers import lora_linear as lesson
 from next_steps.layers.fused_layer import norm_linear, swiglu_linear
 from next_steps.layers.lora_linear import (

@@ -9,7 +9,8 @@ import peft
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE
 from next_steps.layers import fused_layer, lora_swiglu
 from next_steps.layers.fused_layer import norm_mlp
 from next_steps.layers.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward

@@ -17,11 +17,10 @@ import compare_runs
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.benchmark.checking import DEVICE
 from harness.cli import adapter_config
 from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
 from harness.cli.command_line import UserError
-from harness.cli.device import HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import adapters, architecture, loading
 from harness.model.adapters import checksum, frozen_digest

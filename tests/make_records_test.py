@@ -33,7 +33,7 @@ FLAGS = {
     LADDER: ladder.FLAGS,
     OPPONENT: opponents.FLAGS,
 }
-COMMANDS = {name: shlex.split(command) for name, command in make_records.COMMANDS.items()}
+COMMANDS = {name: shlex.split(command) for name, command in make_records.RECORD_COMMANDS.items()}
 TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 
 
@@ -90,7 +90,9 @@ PROFILED = {"profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmu
 
 @pytest.mark.exhaustive
 def test_each_run_leaves_its_record_and_what_failed_is_said(tmp_path, capsys):
-    assert make_records.make(GOOD | BAD | PROFILED | CHECKED, tmp_path / "records", None) == 1
+    assert (
+        make_records.make_records(GOOD | BAD | PROFILED | CHECKED, tmp_path / "records", None) == 1
+    )
     assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
         "good.json",
         "profile.json",
@@ -103,7 +105,7 @@ def test_each_run_leaves_its_record_and_what_failed_is_said(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_what_is_not_over_in_time_is_ended_and_the_others_are_left_out(tmp_path, capsys):
-    assert make_records.make(GOOD | PROFILED, tmp_path, 0.2) == 2
+    assert make_records.make_records(GOOD | PROFILED, tmp_path, 0.2) == 2
     assert not list(tmp_path.iterdir())
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("good: 0 s, failed") and second == "profile: left out"
@@ -115,14 +117,14 @@ def test_without_names_all_are_listed(run_script):
 
 
 def test_a_name_that_is_not_listed_is_refused(run_script, monkeypatch):
-    monkeypatch.setattr(make_records, "make", lambda *args: pytest.fail("a run began"))
+    monkeypatch.setattr(make_records, "make_records", lambda *args: pytest.fail("a run began"))
     outcome = run_script(make_records, "lora", "loar")
     assert outcome.code == 2 and "there is no loar" in outcome.err
 
 
 def test_groups_and_records_are_made_once_each(run_script, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(make_records, "make", lambda *args: asked.append(args) or 0)
+    monkeypatch.setattr(make_records, "make_records", lambda *args: asked.append(args) or 0)
     outcome = run_script(make_records, "ladder_1x512", "steps", "--into", str(tmp_path))
     assert outcome.code == 0
     rest = [name for name in RUNS["steps"] if name != "ladder_1x512"]

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from harness.benchmark.checking import HAS_GPU
 from harness.cli import tables
-from harness.cli.device import DEVICE
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import Parser
 from harness.cli.workload import Workload
 from harness.data import dataset

@@ -24,7 +24,7 @@ import pytest
 from triton.runtime import interpreter
 
 import subjects  # noqa: F401  every kernel is imported before the first mutant
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from tests import faults
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")

@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import nf4_kernel
 from next_steps.lessons.nf4_kernel import (
     BLOCK,

@@ -9,7 +9,7 @@ import torch
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from harness.data import dataset, packing
 from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, packed_attention

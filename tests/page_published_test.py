@@ -14,7 +14,7 @@ from tools.page_published_tables import (
     tflops,
     utilization,
 )
-from tools.page_records import load
+from tools.page_records import load_record
 from tools.page_step_tables import run_label
 
 STATION = {
@@ -35,12 +35,12 @@ def test_the_formula_by_hand():
 
 
 def test_the_formula_gives_what_a_source_computes_itself():
-    rows = [row for row in load("published")["rows"] if row["source"] == "Megatron-Bridge"]
+    rows = [row for row in load_record("published")["rows"] if row["source"] == "Megatron-Bridge"]
     assert [round(tflops(row)) for row in rows] == [744, 1576, 1933]
 
 
 def test_every_published_row_has_a_source_and_says_what_differs():
-    record = load("published")
+    record = load_record("published")
     assert {row["source"] for row in record["rows"]} == record["sources"].keys()
     assert all(row["differs"] for row in record["rows"])
     headers, _, *body = cells(published())

@@ -7,7 +7,8 @@ import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE
 from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, patching
 from tests.fixtures import OTHER_DEFAULTS, default_dtype

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from harness.benchmark.checking import HAS_GPU, Check
+from harness.benchmark.checking import Check
+from harness.cli.device import HAS_GPU
 
 
 def title(function: str) -> None:

@@ -23,7 +23,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
-from harness.benchmark.checking import DEVICE, FLOOR, assert_all_passed
+from harness.benchmark.checking import FLOOR, assert_all_passed
+from harness.cli.device import DEVICE
 from subjects import SUBJECTS
 from subjects.rmsnorm import with_eps
 from subjects.subject import Subject, checks, compare_parts, references, run

@@ -12,14 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from harness.benchmark.checking import (
-    DEVICE,
-    FLOOR,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import FLOOR, Check, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import qk_norm_rope_kernel
 from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_backward,

@@ -7,8 +7,8 @@ import peft
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU
 from harness.cli.command_line import UserError
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import RECOMPUTE
 from harness.cli.workload import Frozen
 from harness.model import architecture, loading

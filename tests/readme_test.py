@@ -36,7 +36,7 @@ from tools import (
     page_records,
 )
 from tools.fill_pages import LEFT_OUT, MARKED
-from tools.page_records import COLUMNS, HERE, RESULTS, load
+from tools.page_records import HERE, PAGE_WIDTH, RESULTS, load_record
 
 PAGES = fill_pages.pages()
 TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
@@ -125,7 +125,7 @@ def test_every_record_that_a_page_quotes_says_where_it_was_made():
     markers = (match for text in TEXTS.values() for match in MARKED.finditer(text))
     quoted = {m["what"].split("|")[0].strip() for m in markers if m["kind"] == "output"}
     for name in " ".join(quoted).split():
-        record = load(name)
+        record = load_record(name)
         assert record["environment"]["date"] and record["environment"]["commit"] != "unknown", name
         assert record["environment"]["gpu"] or record["kind"] in ("estimate", "instructions"), name
 
@@ -149,7 +149,7 @@ def test_every_link_leads_somewhere():
 
 def test_lines_fit_on_a_screen():
     lines = [(name, line) for name, text in TEXTS.items() for line in text.splitlines()]
-    assert not [each for each in lines if len(each[1]) > COLUMNS or each[1] != each[1].rstrip()]
+    assert not [each for each in lines if len(each[1]) > PAGE_WIDTH or each[1] != each[1].rstrip()]
 
 
 def test_readme_is_short_and_no_heading_of_a_page_occurs_twice():

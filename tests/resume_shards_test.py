@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from harness.training import resuming
 from next_steps.finetuning import checkpoint
 from tests.two_processes import in_two_processes, one_gpu_is_too_few

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, compare
+from harness.benchmark.checking import Check, assert_all_passed, compare
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons import reverse_kl_kernel
 from next_steps.lessons.reverse_kl_kernel import (
     SHRINK,

@@ -11,14 +11,8 @@ import torch
 from torch.func import functional_call
 
 import rmsnorm_kernel
-from harness.benchmark.checking import (
-    DEVICE,
-    FLOOR,
-    HAS_GPU,
-    Check,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import FLOOR, Check, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 from subjects import subject
 from subjects.rmsnorm import EPS, NORM, SUBJECTS, make, norm, with_eps

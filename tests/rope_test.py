@@ -16,13 +16,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from harness.benchmark.checking import (
-    DEVICE,
-    FLOOR,
-    HAS_GPU,
-    assert_all_passed,
-    relative_error,
-)
+from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.model.patching import called_function
 from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_backward,

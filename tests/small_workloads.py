@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import relative_error
 from harness.cli.adapter_config import TARGETS
-from harness.cli.device import HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import OF_BASELINE, Parser
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, assert_all_passed
+from harness.benchmark.checking import assert_all_passed
+from harness.cli.device import DEVICE
 from next_steps.layers.split_cross_entropy import TritonSplitCrossEntropyLoss
 from subjects.cross_entropy import MEAN, eager, make_of_rows, reference
 from subjects.subject import compare_parts, references, run

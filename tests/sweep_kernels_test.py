@@ -18,8 +18,8 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
 import rmsnorm_kernel
-from harness.benchmark.checking import HAS_GPU
 from harness.cli import command_line, tables
+from harness.cli.device import HAS_GPU
 from harness.records import run_records
 from harness.steps import timing
 from next_steps.comparisons import sweep_kernels, sweep_tables

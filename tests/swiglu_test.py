@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check, assert_all_passed, relative_error
+from harness.benchmark.checking import Check, assert_all_passed, relative_error
+from harness.cli.device import DEVICE, HAS_GPU
 from next_steps.lessons.swiglu_kernel import (
     TritonSwiGLU,
     swiglu_backward,

@@ -12,17 +12,20 @@ import torch
 
 import check_toolchain
 import rmsnorm_kernel
-from harness.benchmark.checking import DEVICE, HAS_GPU, Check
+from harness.benchmark.checking import Check
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import ROWS
 from next_steps.comparisons import repeats
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
 from tools import compile_check, pretended_gpu, run_tests
-from tools.compile_targets import UNALIGNED, Row, widest_access
+from tools.compile_targets import UNALIGNED, CompiledKernel, widest_access
 
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
-GOOD = Row("_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16)
+GOOD = CompiledKernel(
+    "_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16
+)
 
 
 def run(*command: str, cwd: Path = HERE, **env: str) -> subprocess.CompletedProcess:
@@ -67,12 +70,21 @@ def test_unknown_name_is_one_sentence_and_exit_code_2(run_script, flags):
 @pytest.mark.parametrize(
     "row, said",
     [
-        (Row("_kernel", "RMSNorm, bf16", "sm_90", 64, 0, 32, 16), None),
-        (Row("_kernel", f"AdamW, {UNALIGNED}, bf16", "sm_90", 64, 0, 32, 2), None),
-        (Row("_kernel", "on AMD", "sm_90", 64, 0, 32, None), None),
-        (Row("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32, 16), "spills 12 registers"),
-        (Row("_kernel", "RMSNorm, bf16", "sm_90", 64, 0, 32, 2), "at most 2 bytes at once"),
-        (Row("(none)", "RMSNorm, bf16", "sm_90", error="CompilationError: x"), "not compile"),
+        (CompiledKernel("_kernel", "RMSNorm, bf16", "sm_90", 64, 0, 32, 16), None),
+        (CompiledKernel("_kernel", f"AdamW, {UNALIGNED}, bf16", "sm_90", 64, 0, 32, 2), None),
+        (CompiledKernel("_kernel", "on AMD", "sm_90", 64, 0, 32, None), None),
+        (
+            CompiledKernel("_kernel", "RMSNorm, bf16", "sm_90", 255, 12, 32, 16),
+            "spills 12 registers",
+        ),
+        (
+            CompiledKernel("_kernel", "RMSNorm, bf16", "sm_90", 64, 0, 32, 2),
+            "at most 2 bytes at once",
+        ),
+        (
+            CompiledKernel("(none)", "RMSNorm, bf16", "sm_90", error="CompilationError: x"),
+            "not compile",
+        ),
     ],
 )
 def test_verdict_fails_a_spill_and_a_compile_error(row, said):
@@ -126,7 +138,7 @@ class Launch(torch.autograd.Function):
     def backward(ctx, dx):
         return dx, None
 
-pretended_gpu.DTYPES = {"fp32": torch.float32}
+pretended_gpu.COMPILED_DTYPES = {"fp32": torch.float32}
 compile_cases.CASES = {"broken": [
     Case("spilling", Launch, lambda t: (t(16384), _spilling_kernel)),
     Case("misspelled", Launch, lambda t: (t(16384), _misspelled_kernel)),

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import finetune_baseline
 import finetune_optimized
-from harness.benchmark.checking import DEVICE, relative_error
+from harness.benchmark.checking import relative_error
+from harness.cli.device import DEVICE
 from harness.data import dataset, samples
 from harness.model import architecture, loading
 from harness.model.architecture import ModelFacts

@@ -13,7 +13,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from harness.benchmark.checking import HAS_GPU
+from harness.cli.device import HAS_GPU
 from tests.fixtures import shared_folder
 from tests.warm_processes import forks
 

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
 import finetune_baseline
-from harness.benchmark.checking import DEVICE
-from harness.cli.device import HAS_GPU
+from harness.cli.device import DEVICE, HAS_GPU
 from harness.model import architecture, loading
 from next_steps.finetuning import opponent_models, opponents
 from next_steps.patches import patched_model

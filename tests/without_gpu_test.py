@@ -22,7 +22,7 @@ from next_steps.studies import ladder
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
 from tools import fill_pages
-from tools.page_records import HERE, RESULTS, load
+from tools.page_records import HERE, RESULTS, load_record
 
 README = (HERE / "README.md").read_text()
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
@@ -106,7 +106,7 @@ def too_wide(text: str) -> list[str]:
 
 def renderable() -> list[str]:
     names = sorted(path.stem for path in RESULTS.glob("*.json"))
-    kinds = {name: load(name).get("kind") for name in names}
+    kinds = {name: load_record(name).get("kind") for name in names}
     apart = {"durations", "published", "scaling", "sft"}
     apart |= {"fp8_costs", "trace_picture", "weight_values"}  # whose programs have left
     return [name for name in names if kinds[name] not in apart]

@@ -128,10 +128,10 @@ def swiglu_in_fp8(dy: torch.Tensor, gate_up: torch.Tensor) -> None:
     swiglu_fp8_backward(dy, gate, up)
 
 
-SIZES = 2048, H, 8192, 16_384
-HEADS = specs.Q_HEADS, specs.K_HEADS, specs.HEAD_DIM
-BYTES = {"moments_dtype": torch.uint8}
-FLOATS = BF16 | {"moments_dtype": torch.float32}
+CASE_SIZES = 2048, H, 8192, 16_384
+LLAMA_HEADS = specs.Q_HEADS, specs.K_HEADS, specs.HEAD_DIM
+BYTE_MOMENTS = {"moments_dtype": torch.uint8}
+FP32_MOMENTS = BF16 | {"moments_dtype": torch.float32}
 ROUNDED = {"stochastic_rounding": True}
 CASES = {  # by the names of kernel_facts.py's rows
     "rmsnorm": [
@@ -140,7 +140,10 @@ CASES = {  # by the names of kernel_facts.py's rows
         case("RMSNorm, H = 2,048", "rmsnorm", 2048, **NVIDIA),
         case("RMSNorm, H = 8,192", "rmsnorm", 8192, **NVIDIA),
         case("RMSNorm, H = 16,384", "rmsnorm", 16_384, **NVIDIA, **BF16),
-        *[case(f"RMSNorm without weight, H = {h:,}", "rmsnorm_without_weight", h) for h in SIZES],
+        *[
+            case(f"RMSNorm without weight, H = {h:,}", "rmsnorm_without_weight", h)
+            for h in CASE_SIZES
+        ],
     ],
     "cross_entropy": [
         case("cross-entropy, mean", "cross_entropy", V),
@@ -174,27 +177,27 @@ CASES = {  # by the names of kernel_facts.py's rows
     "adamw": [
         adamw(""),
         adamw(", stochastic", **ROUNDED, **BF16),
-        adamw(", fp32 moments, stochastic: False", **FLOATS),
-        adamw(", fp32 moments, stochastic: True", **FLOATS, **ROUNDED),
+        adamw(", fp32 moments, stochastic: False", **FP32_MOMENTS),
+        adamw(", fp32 moments, stochastic: True", **FP32_MOMENTS, **ROUNDED),
         adamw(", maximize", maximize=True),
         adamw(", lr in a tensor", "lr"),
         adamw(", lr and betas in tensors", "lr", "betas"),
         adamw(f", {UNALIGNED}", shape=(H + 1,), **ROUNDED),
     ],
     "adamw8": [
-        adamw(", 8-bit moments, stochastic: False", **BYTES),
-        adamw(", 8-bit moments, stochastic: True", **BYTES, **ROUNDED, **BF16),
-        adamw(", 8-bit moments, lr and betas in tensors", "lr", "betas", **BYTES, **BF16),
+        adamw(", 8-bit moments, stochastic: False", **BYTE_MOMENTS),
+        adamw(", 8-bit moments, stochastic: True", **BYTE_MOMENTS, **ROUNDED, **BF16),
+        adamw(", 8-bit moments, lr and betas in tensors", "lr", "betas", **BYTE_MOMENTS, **BF16),
     ],
     "rope": [
-        case("RoPE", "rope", HEADS, TritonRoPEFunction),
+        case("RoPE", "rope", LLAMA_HEADS, TritonRoPEFunction),
         case("RoPE, 32 and 32 heads of 128", "rope", (32, 32, 128), TritonRoPEFunction),
         case("RoPE, 128 and 8 heads of 128", "rope", (128, 8, 128), TritonRoPEFunction),
         case("RoPE, 32 and 32 heads of 80", "rope", (32, 32, 80), TritonRoPEFunction),
     ],
     "qk_norm_rope": [
-        case("QK norm and RoPE, 32 and 8 heads, frozen", "qk_norm_rope", HEADS, needed=2),
-        case("QK norm and RoPE, 32 and 8 heads", "qk_norm_rope", HEADS),
+        case("QK norm and RoPE, 32 and 8 heads, frozen", "qk_norm_rope", LLAMA_HEADS, needed=2),
+        case("QK norm and RoPE, 32 and 8 heads", "qk_norm_rope", LLAMA_HEADS),
         case("QK norm and RoPE, 16 and 8 heads", "qk_norm_rope", (16, 8, 128)),
         case("QK norm and RoPE, 5 and 3 heads of 80", "qk_norm_rope", (5, 3, 80)),
         case("QK norm and RoPE, 8 and 4 heads of 256", "qk_norm_rope", (8, 4, 256)),

@@ -26,27 +26,27 @@ import sys
 
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, tables
-from tools.compile_targets import TARGETS, UNALIGNED, Row
+from tools.compile_targets import COMPILE_TARGETS, UNALIGNED, CompiledKernel
 
 NARROW = 8  # bytes; every kernel has an access of at least so many
 SPILLS = "_obvious_kernel"  # reverse_kl_kernel.py shows why it is not used
 
 
-def failures(rows: list[Row]) -> list[str]:
+def failures(rows: list[CompiledKernel]) -> list[str]:
     """Return a sentence for each fault; none if the check passes."""
     found = [] if rows else ["no kernel was compiled"]
     for row in rows:
         where = f"{row.kernel} ({row.case}) for {row.target}"
         if row.error is not None:
             found.append(f"{row.case} for {row.target} does not compile: {row.error}")
-        elif row.spills and row.spills > TARGETS[row.target].allowed_spills:
+        elif row.spills and row.spills > COMPILE_TARGETS[row.target].allowed_spills:
             found.append(f"{where} spills {row.spills} registers per thread to memory")
         elif row.widest is not None and row.widest < NARROW and UNALIGNED not in row.case:
             found.append(f"{where} loads and stores at most {row.widest} bytes at once")
     return found
 
 
-def left_out(rows: list[Row]) -> list[str]:
+def left_out(rows: list[CompiledKernel]) -> list[str]:
     """Return a sentence for each kernel of the lessons that no case launches."""
     from triton.runtime.jit import JITFunction
 
@@ -60,7 +60,7 @@ def left_out(rows: list[Row]) -> list[str]:
     return [f"{name} is launched by no case of compile_cases.py" for name in sorted(unseen)]
 
 
-def render(rows: list[Row]) -> str:
+def render(rows: list[CompiledKernel]) -> str:
     headers = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B"]
     body = []
     for (_, case), kernels in itertools.groupby(rows, key=lambda row: (row.target, row.case)):
@@ -76,16 +76,17 @@ def render(rows: list[Row]) -> str:
 
 def parse_targets(text: str) -> list[str]:
     """argparse type: names of targets, separated by commas."""
-    names = list(TARGETS) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in TARGETS]
+    names = list(COMPILE_TARGETS) if text == "all" else text.split(",")
+    unknown = [name for name in names if name not in COMPILE_TARGETS]
     if unknown:
         raise argparse.ArgumentTypeError(
-            f"unknown target {', '.join(map(repr, unknown))}; choose from {', '.join(TARGETS)}, all"
+            f"unknown target {', '.join(map(repr, unknown))}; "
+            f"choose from {', '.join(COMPILE_TARGETS)}, all"
         )
     return names
 
 
-def rows_of(job: tuple[str, str]) -> list[Row]:
+def compiled_kernels(job: tuple[str, str]) -> list[CompiledKernel]:
     """Compile the cases of a lesson for a target."""
     from tools import compile_cases, pretended_gpu
 
@@ -93,14 +94,14 @@ def rows_of(job: tuple[str, str]) -> list[Row]:
     return pretended_gpu.compile_all(compile_cases.CASES[lesson], target)
 
 
-def compile_side_by_side(jobs: list[tuple[str, str]]) -> list[Row]:
+def compile_side_by_side(jobs: list[tuple[str, str]]) -> list[CompiledKernel]:
     """Return the rows of all (target, lesson), with as many processes at a time as cores.
 
     A kernel that a lesson before has launched, too, is listed once.
     """
     rows, seen = [], set()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        for found in pool.imap(rows_of, jobs):
+        for found in pool.imap(compiled_kernels, jobs):
             rows += [row for row in found if row.error or (row.target, row.binary) not in seen]
             seen |= {(row.target, row.binary) for row in found}
     return rows
@@ -109,7 +110,9 @@ def compile_side_by_side(jobs: list[tuple[str, str]]) -> list[Row]:
 def main() -> int:
     parser = command_line.Parser(__doc__)
     named = {"type": parse_targets, "default": "all", "metavar": "NAME,NAME|all"}
-    parser.add_argument("--targets", **named, help=f"of {', '.join(TARGETS)} (default: all)")
+    parser.add_argument(
+        "--targets", **named, help=f"of {', '.join(COMPILE_TARGETS)} (default: all)"
+    )
     kernels = {"choices": [*SPECS, "all"], "default": "all", "metavar": "NAME|all"}
     parser.add_argument("--kernel", **kernels, help=f"of {', '.join(SPECS)} (default: all)")
     args = parser.parse_args()
@@ -122,7 +125,7 @@ def main() -> int:
     from tools import compile_cases, pretended_gpu  # noqa: F401  each process needs both
 
     vendors = {"cuda": "nvidia", "hip": "amd"}  # as Triton's backends are called
-    missing = [name for name in names if vendors[TARGETS[name].backend] not in backends]
+    missing = [name for name in names if vendors[COMPILE_TARGETS[name].backend] not in backends]
     names = [name for name in names if name not in missing]
     lessons = compile_cases.CASES if args.kernel == "all" else [args.kernel]
     rows = compile_side_by_side(list(itertools.product(names, lessons)))

@@ -14,7 +14,7 @@ class Target:
     allowed_spills: int = 0  # 32-bit registers per thread in memory, with Triton 3.7.1's assembler
 
 
-TARGETS = {
+COMPILE_TARGETS = {
     "sm_89": Target("cuda", 89, 32, 99 << 10, "RTX 4090, L4, L40S", allowed_spills=2),
     "sm_90": Target("cuda", 90, 32, 227 << 10, "H100, H200"),
     "sm_100": Target("cuda", 100, 32, 227 << 10, "B200, GB200", allowed_spills=2),
@@ -29,7 +29,7 @@ UNALIGNED = "size not divisible by 16"
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledKernel:
     """One compiled kernel, or (with `error`) a case that did not compile."""
 
     kernel: str

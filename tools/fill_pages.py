@@ -44,7 +44,7 @@ from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
 from tools import instruction_count, page_kernel_tables, page_published_tables, page_step_tables
-from tools.page_records import COLUMNS, HERE, LOADED, RESULTS, load, source
+from tools.page_records import HERE, LOADED, PAGE_WIDTH, RESULTS, load_record, source
 
 LEFT_OUT = "..."
 TABLES = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
@@ -81,7 +81,7 @@ def fill(text: str, page: Path) -> str:
 
 def render(names: list[str]) -> str:
     """Return what the script that wrote these records printed."""
-    records = [load(name) for name in names]
+    records = [load_record(name) for name in names]
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
         "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
@@ -160,8 +160,8 @@ def output_block(what: str) -> str:
         lines = without_last_column(lines, parts.pop().removeprefix("without "))
     lines = cut(lines, parts) if parts else lines
     for i, line in enumerate(lines):
-        if len(line) > COLUMNS and "  " not in line.strip():
-            lines[i] = textwrap.fill(line, COLUMNS - 4, subsequent_indent="    ")
+        if len(line) > PAGE_WIDTH and "  " not in line.strip():
+            lines[i] = textwrap.fill(line, PAGE_WIDTH - 4, subsequent_indent="    ")
     return "\n".join(["```text", *lines, "```"])
 
 
@@ -176,17 +176,17 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     single["frontier"] = frontier.plot
     for name, draw in single.items():
         if (RESULTS / f"{name}.json").exists():  # FP8's benchmarks have no record
-            yield name, draw, [load(name)]
+            yield name, draw, [load_record(name)]
     for name, before, after in (
         ("roofline_4x2048", "profile_4x2048", "profile_4x2048_both"),
         ("roofline_all_4x2048", "profile_4x2048", "profile_4x2048_all"),
         ("roofline_fp8_4x2048", "profile_full_4x2048", "profile_fp8_4x2048"),
     ):
-        yield name, roofline.plot, [[load(before), load(after)]]
-    runs = [load(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
+        yield name, roofline.plot, [[load_record(before), load_record(after)]]
+    runs = [load_record(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
-    yield "scaling", scaling_tables.plot, [[load(f"scaling_{way}_2") for way in PARALLEL]]
-    yield "ladder", ladder.plot, [[load("ladder_1x512"), load("ladder_4x2048")]]
+    yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in PARALLEL]]
+    yield "ladder", ladder.plot, [[load_record("ladder_1x512"), load_record("ladder_4x2048")]]
 
 
 def record_output(path: str, script: str) -> int:

@@ -41,10 +41,12 @@ from tools.compile_targets import access_of
 
 THREADS = 32  # of a warp
 LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
-GPUS = {name.partition(" ")[0]: gpus.GPUS[name] for name in ("H100 80GB HBM3", "H200", "GB300")}
-TARGETS = [*dict.fromkeys(gpu.target for gpu in GPUS.values())]
-OURS = "GB300"  # the GPU that the rows are sorted by
-CASES = {  # {lesson: cases}: of compile_cases.py, in the shapes of LLaMA 3.1 8B
+COUNTED_GPUS = {
+    name.partition(" ")[0]: gpus.GPUS[name] for name in ("H100 80GB HBM3", "H200", "GB300")
+}
+COUNTED_TARGETS = [*dict.fromkeys(gpu.target for gpu in COUNTED_GPUS.values())]
+SORT_GPU = "GB300"  # the GPU that the rows are sorted by
+COUNTED_CASES = {  # {lesson: cases}: of compile_cases.py, in the shapes of LLaMA 3.1 8B
     "rmsnorm": ["RMSNorm"],
     "cross_entropy": ["cross-entropy, mean", "cross-entropy in place, V = 128,256"],
     "swiglu": ["SwiGLU MLP", "SwiGLU with adapters, R = 16"],
@@ -270,12 +272,12 @@ def count_launches(cases: list, target: str) -> list[Count]:
     return counts
 
 
-def rows_of(job: tuple[str, str]) -> list[Count]:
+def counts_of(job: tuple[str, str]) -> list[Count]:
     """Count a lesson's kernels for a target; of several launches of a case the nearest to issue."""
     from tools import compile_cases
 
     target, lesson = job
-    cases = [case for case in compile_cases.CASES[lesson] if case.name in CASES[lesson]]
+    cases = [case for case in compile_cases.CASES[lesson] if case.name in COUNTED_CASES[lesson]]
     found = {}
     for count in count_launches(cases, target):
         known = launch_of(count.kernel)
@@ -289,10 +291,10 @@ def rows_of(job: tuple[str, str]) -> list[Count]:
 
 def count_all() -> list[Count]:
     """Return the counts of all lessons for all targets."""
-    jobs = itertools.product(TARGETS, CASES)
+    jobs = itertools.product(COUNTED_TARGETS, COUNTED_CASES)
     # In processes of their own: a process compiles a kernel for one target.
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as pool:
-        return [*itertools.chain.from_iterable(pool.imap(rows_of, jobs))]
+        return [*itertools.chain.from_iterable(pool.imap(counts_of, jobs))]
 
 
 # ---------------------------------------------------------------- what is printed
@@ -305,9 +307,9 @@ def rows(record: dict) -> list[dict[str, str | float]]:
         row = {"Kernel": count.kernel.removesuffix("_kernel"), "launched by": count.case}
         row = found.setdefault((count.kernel, count.case), row)
         row[count.target] = 1e3 * count.instructions / count.n_bytes
-        of_target = {name: gpu for name, gpu in GPUS.items() if gpu.target == count.target}
+        of_target = {name: gpu for name, gpu in COUNTED_GPUS.items() if gpu.target == count.target}
         row |= {name: count.quotient(gpu) for name, gpu in of_target.items()}
-    return sorted(found.values(), key=lambda row: -row[OURS])
+    return sorted(found.values(), key=lambda row: -row[SORT_GPU])
 
 
 def clock_ghz(gpu: Gpu) -> float:
@@ -316,19 +318,19 @@ def clock_ghz(gpu: Gpu) -> float:
 
 def render(record: dict) -> str:
     body = rows(record)
-    headers = ["Kernel", "launched by", *TARGETS, *GPUS]
+    headers = ["Kernel", "launched by", *COUNTED_TARGETS, *COUNTED_GPUS]
     cells = [
-        [*list(row.values())[:2], *(f"{row[key]:.1f}" for key in TARGETS)]
-        + [f"{row[name]:.2f}" for name in GPUS]
+        [*list(row.values())[:2], *(f"{row[key]:.1f}" for key in COUNTED_TARGETS)]
+        + [f"{row[name]:.2f}" for name in COUNTED_GPUS]
         for row in body
     ]
-    first = [f"{row['Kernel']} ({row['launched by']})" for row in body if row[OURS] > 1]
+    first = [f"{row['Kernel']} ({row['launched by']})" for row in body if row[SORT_GPU] > 1]
     return "\n".join([
         tables.title(f"Instructions beside bytes, Triton {record['environment']['triton']}"),
         *(
             f"{name + ':':<6} {gpu.multiprocessors} multiprocessors x 4 schedulers x "
             f"{clock_ghz(gpu):.2f} GHz, {gpu.tbs:g} TB/s"
-            for name, gpu in GPUS.items()
+            for name, gpu in COUNTED_GPUS.items()
         ),
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",
         "time to move the bytes, by published figures.  Above 1 the instructions come first.",
@@ -336,7 +338,7 @@ def render(record: dict) -> str:
         tables.table(headers, cells, ["left"] * 2 + ["right"] * 5),
         "",
         textwrap.fill(
-            f"First on {OURS}: the instructions in {'; '.join(first) or 'none'}. The memory in the "
+            f"First on {SORT_GPU}: the instructions in {'; '.join(first) or 'none'}. The memory in the "
             f"other {len(body) - len(first)}.",
             tables.TERMINAL,
         ),

@@ -41,12 +41,12 @@ QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
 CHECKS = "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
-SIZES = {"1x512": SMALL, "4x2048": LARGE}
+STEP_SIZES = {"1x512": SMALL, "4x2048": LARGE}
 ESTIMATED = {  # what is trained, as a record's name says it
     f"{model}_{size}{trained}": f"{words} --model meta-llama/{model} {how}{ALL}"
     for model in ("Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-3B")
     for trained, how in {"": "", "_lora": f"{LORA} ", "_qlora": f"{QLORA} "}.items()
-    for size, words in SIZES.items()
+    for size, words in STEP_SIZES.items()
 }
 ESTIMATED |= {
     "Llama-3.1-8B_1x512_8bit": f"{SMALL} {ALL} --moments 8bit",
@@ -162,7 +162,7 @@ RUNS: dict[str, dict[str, str]] = {
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
 }
-COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
+RECORD_COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
 
 
 def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
@@ -184,7 +184,7 @@ def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> bool:
+def run_in_time(process: subprocess.Popen, words: list[str], seconds: float | None) -> bool:
     """Let the process run its command; return True if it succeeds in time."""
     with contextlib.suppress(BrokenPipeError):  # it has failed already
         process.stdin.write(json.dumps(words) + "\n")
@@ -196,7 +196,7 @@ def run(process: subprocess.Popen, words: list[str], seconds: float | None) -> b
         return False
 
 
-def make(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
+def make_records(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
     """Make these records; return how many of the runs failed or were left out."""
     folder.mkdir(parents=True, exist_ok=True)
     end = None if seconds is None else time.monotonic() + seconds
@@ -216,7 +216,7 @@ def make(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
                     words += ["--json", record]
                 if words[0] == PROFILE:
                     words += ["--trace", str(aside / "trace.json")]
-                done = run(next(processes), words, None if end is None else end - start)
+                done = run_in_time(next(processes), words, None if end is None else end - start)
                 missing -= done
                 said = (aside / f"{name}.txt").read_text().strip().splitlines()
                 ended = "" if done else f", failed: {''.join(said[-1:])}"
@@ -235,11 +235,11 @@ def main() -> int:
         for group, runs in RUNS.items():
             print(f"{group}:", *(f"    {name:<32}{runs[name]}" for name in runs), sep="\n")
         return 0
-    if unknown := [name for name in args.names if name not in COMMANDS | RUNS]:
+    if unknown := [name for name in args.names if name not in RECORD_COMMANDS | RUNS]:
         raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
     names = [each for name in args.names for each in RUNS.get(name, [name])]
-    asked = {name: COMMANDS[name] for name in names}
-    return int(make(asked, args.into.resolve(), args.seconds) > 0)
+    asked = {name: RECORD_COMMANDS[name] for name in names}
+    return int(make_records(asked, args.into.resolve(), args.seconds) > 0)
 
 
 if __name__ == "__main__":

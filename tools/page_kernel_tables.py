@@ -7,15 +7,15 @@ from harness.benchmark.benchmark_picture import rate_at
 from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
 from harness.cli.tables import Column, Table, number
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
-from tools.compile_targets import TARGETS
-from tools.page_records import RESULTS, load, per_cent, table, times
+from tools.compile_targets import COMPILE_TARGETS
+from tools.page_records import RESULTS, load_record, page_table, per_cent, times
 
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
-PLAYBOOK = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
+PLAYBOOK_ROWS = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
 
 
-class Row(dict):
+class RecordedRow(dict):
     """A row of a benchmark's record, which knows its section and its record."""
 
     def __init__(self, row: dict, section: dict, record: dict):
@@ -48,26 +48,26 @@ class Row(dict):
         return per_cent(rate_at(rate, self, us) / self.record[rate.ceiling_key])
 
 
-def measured(name: str, tokens: str = "all") -> tuple[specs.Spec, list[Row]]:
+def recorded_rows(name: str, tokens: str = "all") -> tuple[specs.Spec, list[RecordedRow]]:
     """The rows of a benchmark's record at some numbers of tokens, with commas between."""
-    record = load(f"benchmark_{name}")
+    record = load_record(f"benchmark_{name}")
     sections = record["sections"]
-    rows = [Row(row, section, record) for section in sections for row in section["rows"]]
+    rows = [RecordedRow(row, section, record) for section in sections for row in section["rows"]]
     wanted = [row for row in rows if tokens == "all" or str(row["tokens"]) in tokens.split(",")]
     return specs.SPECS[sections[0]["kernel"]], wanted
 
 
-def by_size(name: str, tokens: int) -> list[dict[str, Row]]:
+def by_size(name: str, tokens: int) -> list[dict[str, RecordedRow]]:
     """{implementation: row} at so many tokens, of each section of the record."""
     found = {}
-    for row in measured(name, str(tokens))[1]:
+    for row in recorded_rows(name, str(tokens))[1]:
         found.setdefault(id(row.section), {})[row["implementation"]] = row
     return list(found.values())
 
 
-def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
+def benchmark_table(name: str, tokens: str = "all", which: str = "every") -> str:
     """Times by the three clocks, and the shares of the ceiling; `which`: "short" or "every"."""
-    spec, rows = measured(name, tokens)
+    spec, rows = recorded_rows(name, tokens)
     several_sizes = len(rows[0].record["sections"]) > 1  # at one number of tokens
     if several_sizes:
         size = Column(spec.dimensions[0].name, lambda row: row.size)
@@ -79,7 +79,7 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
     ]
     clocks = [clock(title) for title in CLOCK_KEYS]
     if which == "short":
-        rows = [row for row in rows if row["implementation"] in PLAYBOOK]
+        rows = [row for row in rows if row["implementation"] in PLAYBOOK_ROWS]
         clocks = clocks[2:]  # without forward and backward
         shares += [Column("MB", "extra_bytes", megabytes)] if name == "cross_entropy" else []
     columns = [Column("µs, forward + backward", "implementation"), size, *clocks, *shares]
@@ -88,7 +88,7 @@ def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
 
 def errors(name: str, tokens: str) -> str:
     """Memory beyond the inputs and the errors against float64."""
-    spec, rows = measured(name, tokens)
+    spec, rows = recorded_rows(name, tokens)
     columns = [
         Column("implementation", "implementation"),
         Column(spec.rows.lower(), "tokens", ","),
@@ -99,7 +99,7 @@ def errors(name: str, tokens: str) -> str:
     return Table.of(columns, judged).markdown()
 
 
-def sizes(kernel: str) -> str:
+def sizes_table(kernel: str) -> str:
     """One of the playbook's kernels at other row lengths."""
     body, others = [], ("QuACK", specs.COMPILED, "Liger-Kernel")
     for rows in by_size(f"{kernel}_sizes", 65_536 if kernel == "rmsnorm" else 8192):
@@ -114,9 +114,9 @@ def sizes(kernel: str) -> str:
             cells = [per_cent(3 * once_us / ours.alone), in_place, *(times(r, 1) for r in ratios)]
         body.append([ours.size, *cells])
     if kernel == "rmsnorm":
-        return table(body, " | ".join(["H, % of the copy rate", specs.OURS, *others]))
+        return page_table(body, " | ".join(["H, % of the copy rate", specs.OURS, *others]))
     floor = "ours, of the copy rate | in place, × its floor"
-    return table(body, f"V | {floor} | F.cross_entropy | torch.compile")
+    return page_table(body, f"V | {floor} | F.cross_entropy | torch.compile")
 
 
 def dtypes() -> str:
@@ -125,7 +125,7 @@ def dtypes() -> str:
     for dtype, name in (("bf16", "rmsnorm"), ("fp16", "rmsnorm_fp16"), ("fp32", "rmsnorm_fp32")):
         ours = by_size(name, 65_536)[0][specs.OURS]
         body.append((dtype, f"{ours.total:,.0f}", ours.share(ours.total)))
-    return table(body, "dtype | µs | of the copy rate")
+    return page_table(body, "dtype | µs | of the copy rate")
 
 
 LESSONS = (  # label, record, tokens, which of ours, which of PyTorch's
@@ -153,7 +153,7 @@ def kernels() -> str:
         extra = [f"{rows[name].mb:,.0f}" for name in (mine, pytorch)]
         measured_us = f"{us[mine]:,.0f}", rows[mine].share(us[mine])
         body.append((label, f"{tokens:,}", *measured_us, *ratios, *extra))
-    return table(
+    return page_table(
         body, " | tokens | ours, µs | of limit | PyTorch | strongest other | MB | PyTorch's"
     )
 
@@ -174,10 +174,10 @@ def prediction() -> str:
             body.append((f"{label}, {who}", str(n_bytes), *rates))
         body.append(("quotient", *(times(eager / ours, 1) for eager, ours in zip(*found)), ""))
     measured_us = "at the copy rate, µs | measured, µs | of the copy rate"
-    return table(body, f" | bytes per element | {measured_us}")
+    return page_table(body, f" | bytes per element | {measured_us}")
 
 
-def reverse_kl() -> str:
+def reverse_kl_table() -> str:
     """The ways to compute the reverse KL, kernels alone."""
     body = []
     for rows in by_size("reverse_kl", 4096):
@@ -188,12 +188,12 @@ def reverse_kl() -> str:
         extra = [f"{each.mb:,.0f}" for each in (ours, compiled)]
         body.append((ours.size, *us, *gain, *extra))
     ways = "one tile | remedy 1 | remedy 2 | torch.compile"
-    return table(body, f"V | {ways} | gain | of its floor | remedy 1, MB | torch.compile, MB")
+    return page_table(body, f"V | {ways} | gain | of its floor | remedy 1, MB | torch.compile, MB")
 
 
 def ceilings() -> str:
     """What the GPU of the records can do, as one run measured it."""
-    record = load("benchmark_rmsnorm")
+    record = load_record("benchmark_rmsnorm")
     copy, matmul = record["copy_gbs"], record["matmul_tflops"]
     quotient = f"{1e3 * matmul / copy:.0f} FLOP/byte"
     body = [
@@ -201,26 +201,26 @@ def ceilings() -> str:
         ("matmul rate", f"{matmul:.0f} TFLOP/s", "bf16, 8,192 × 8,192 × 8,192"),
         ("quotient", quotient, "left of it bytes decide, right of it FLOPs"),
     ]
-    return table(body, f"{record['environment']['gpu']} | measured | how")
+    return page_table(body, f"{record['environment']['gpu']} | measured | how")
 
 
 def targets() -> str:
     """What every kernel is compiled for, and how many of the records each of them has made."""
-    records = (load(path.stem) for path in RESULTS.glob("*.json"))
+    records = (load_record(path.stem) for path in RESULTS.glob("*.json"))
     made = Counter(record.get("environment", {}).get("compute_capability") for record in records)
     body = []
-    for name, target in TARGETS.items():
+    for name, target in COMPILE_TARGETS.items():
         capability = divmod(target.arch, 10) if target.backend == "cuda" else ()
         n_made = made["{}.{}".format(*capability)] if capability else 0
         fp8 = "yes" if capability >= FIRST_CAPABILITY else "no"
         shared = f"{target.max_shared >> 10} KiB"
         body.append((f"`{name}`", target.gpus, shared, fp8, str(n_made or "none")))
-    return table(body, "target | GPUs | shared memory of a program | FP8 | records")
+    return page_table(body, "target | GPUs | shared memory of a program | FP8 | records")
 
 
 def fp8_casts() -> str:
     """A layer's casts: the bf16 layer's kernel, the same and a cast after it, the fused kernel."""
-    record, body = load("fp8_costs"), []
+    record, body = load_record("fp8_costs"), []
     for row in record["casts"]:
         floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
         alone, separate, fused = (row[f"{way}_us"] for way in ("alone", "separate", "fused"))
@@ -228,16 +228,16 @@ def fp8_casts() -> str:
         cells = number(row["tokens"], ",", missing="any"), *(number(t, missing="") for t in us)
         body.append((row["name"], *cells, per_cent(floor / fused)))
     times_us = "bf16 alone | and cast | fused | saved | floor | of copy"
-    return table(body, f"cast, µs | tokens | {times_us}")
+    return page_table(body, f"cast, µs | tokens | {times_us}")
 
 
 def fp8_products() -> str:
     """A layer's products in bf16, in FP8 with fast addition, and in FP8 without."""
     body = []
-    for row in load("fp8_costs")["products"]:
+    for row in load_record("fp8_costs")["products"]:
         bf16, fast, slow = us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
         cells = (number(each) for each in (*us, bf16 - fast, bf16 - slow))
         shape = " × ".join(f"{n:,}" for n in row["shape"])
         body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
     times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"
-    return table(body, f"product, µs | tokens | M × N × K | {times_us}")
+    return page_table(body, f"product, µs | tokens | M × N × K | {times_us}")

@@ -11,7 +11,7 @@ from harness.steps.gpus import OF_BF16, peak_tflops
 from harness.steps.power import joules_per_token
 from tools import page_records
 from tools.make_records import RUNS
-from tools.page_records import load, per_cent, short_gpu, size_label, table
+from tools.page_records import load_record, page_table, per_cent, short_gpu, size_label
 from tools.page_step_tables import run_label
 
 PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
@@ -43,18 +43,18 @@ IN_BOTH = [
 def published() -> str:
     """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU."""
     columns = [Column("source", "source"), *IN_BOTH, Column("not like for like", "differs")]
-    return Table.of(columns, load("published")["rows"]).markdown()
+    return Table.of(columns, load_record("published")["rows"]).markdown()
 
 
 def published_sources() -> str:
     """Where each published figure stands."""
-    return table(load("published")["sources"].items(), "source | address")
+    return page_table(load_record("published")["sources"].items(), "source | address")
 
 
 def published_peaks() -> str:
     """The dense peaks that MFU is a share of, of each GPU whose peak is known."""
     found = {}
-    for row in load("published")["rows"]:
+    for row in load_record("published")["rows"]:
         for precision in ("bf16", row["precision"].split(",")[0]):
             if peak := peak_tflops(row["gpu"], precision):
                 found.setdefault(short_gpu(row["gpu"]), {})[precision] = peak
@@ -62,13 +62,15 @@ def published_peaks() -> str:
         (gpu, *(f"{peaks[p]:,.0f}" if p in peaks else "" for p in OF_BF16))
         for gpu, peaks in found.items()
     ]
-    return table(body, " | ".join(["dense peak, TFLOP/s", *OF_BF16]))
+    return page_table(body, " | ".join(["dense peak, TFLOP/s", *OF_BF16]))
 
 
 def published_ours() -> str:
     """Our own runs in the same columns, and their energy; a run without record has no row."""
     rows = []
-    for run in (load(name) for name in PLACED if (page_records.RESULTS / f"{name}.json").exists()):
+    for run in (
+        load_record(name) for name in PLACED if (page_records.RESULTS / f"{name}.json").exists()
+    ):
         precision = ("FP8" if run.get("fp8") else "bf16") + ", LoRA" * ("lora_rank" in run)
         row = run | {"precision": precision, "gpu": run["environment"]["gpu"]}
         rows.append(row | {"tokens_per_second_per_gpu": run["tokens_per_second"]})
@@ -87,7 +89,7 @@ def weight_values() -> str:
     for precision, name in (("bf16", "weight_values"), ("FP8", "weight_values_fp8")):
         medians = {}
         for way in ("random", "trained"):
-            rounds = [each for each in load(name)["rounds"] if each["way"] == way]
+            rounds = [each for each in load_record(name)["rounds"] if each["way"] == way]
             medians[way] = [statistics.median(each["seconds"]) for each in rounds]
             ms = [1e3 * seconds for each in rounds for seconds in each["seconds"]]
             over = sorted(map(operator.truediv, medians[way], medians["random"]))
@@ -97,4 +99,6 @@ def weight_values() -> str:
             cells += tuple(f"{statistics.median(each):,.0f}" for each in zip(*power))
             loss = f"{statistics.median(r['loss'] for r in rounds):.2f}"
             body.append((f"{precision}, {way}", *cells, loss, ratio if way == "trained" else ""))
-    return table(body, "weights | step, ms | p20–p80 | W | MHz | loss | over random, by rounds")
+    return page_table(
+        body, "weights | step, ms | p20–p80 | W | MHz | loss | over random, by rounds"
+    )

@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 from harness.cli.tables import Column, Table
 from harness.records.spread import Range, spread, timed, unless_same
-from tools.make_records import COMMANDS, HERE, RUNS
+from tools.make_records import HERE, RECORD_COMMANDS, RUNS
 
 RESULTS = HERE / "results"
-COLUMNS = 120  # of a page
+PAGE_WIDTH = 120  # of a page
 LOADED: dict[str, None] = {}  # in this order since it was last cleared
 
 
-def load(name: str) -> dict:
+def load_record(name: str) -> dict:
     """Return a record, and note its name in LOADED."""
     LOADED[name] = None
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def table(rows: Iterable[Sequence[str]], headers: str) -> str:
+def page_table(rows: Iterable[Sequence[str]], headers: str) -> str:
     """Return a page's table of rows of cells; `headers` have "|" between."""
     return Table([header.strip() for header in headers.split("|")], [*rows]).markdown()
 
@@ -47,7 +47,7 @@ def gb(n_bytes: float, digits: int = 1) -> str:
     return f"{n_bytes / 1e9:.{digits}f}"
 
 
-def in_words(size: str) -> str:
+def size_in_words(size: str) -> str:
     """1x512 and 4x2048 as the pages write them."""
     return " × ".join(f"{int(n):,}" for n in size.split("x"))
 
@@ -55,17 +55,17 @@ def in_words(size: str) -> str:
 def size_label(record: dict) -> str:
     """A record's size in the same words. Several micro-batches are a third factor."""
     sizes = record["batch_size"], record["seq_len"], record.get("accumulate")
-    return in_words("x".join(str(size) for size in sizes if size))
+    return size_in_words("x".join(str(size) for size in sizes if size))
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """How long a run's step takes."""
 
     ms: float  # median
     range: Range  # 20th to 80th percentile
 
     @classmethod
-    def of(cls, record: dict) -> "Step":
+    def of(cls, record: dict) -> "StepTime":
         """Return the step of a fine-tuning run, or of a rung of the ladder."""
         if "step_ms" in record:
             return cls(record["step_ms"], (record["p20_ms"], record["p80_ms"]))
@@ -74,7 +74,7 @@ class Step(NamedTuple):
     def between(self, digits: int = 0) -> str:
         return "–".join(f"{end:,.{digits}f}" for end in self.range)
 
-    def over(self, other: "Step", ratio: float | None = None) -> str:
+    def over(self, other: "StepTime", ratio: float | None = None) -> str:
         """Say how many times this step is as long, or another ratio of the two runs."""
         words = times(self.ms / other.ms if ratio is None else ratio)
         return unless_same(words, self.range, other.range)
@@ -83,8 +83,8 @@ class Step(NamedTuple):
 def step_columns(digits: int = 1) -> list[Column]:
     """Return the columns of a run's time."""
     return [
-        Column("step, ms", lambda run: f"{Step.of(run).ms:,.{digits}f}"),
-        Column("p20–p80", lambda run: Step.of(run).between(digits)),
+        Column("step, ms", lambda run: f"{StepTime.of(run).ms:,.{digits}f}"),
+        Column("p20–p80", lambda run: StepTime.of(run).between(digits)),
     ]
 
 
@@ -122,16 +122,16 @@ def source(names: Iterable[str], page: Path) -> str:
     knows.
     """
     names = list(names)
-    if not names or not COMMANDS.keys() | {*ANSWERED} >= {*names}:
+    if not names or not RECORD_COMMANDS.keys() | {*ANSWERED} >= {*names}:
         return ""
-    made = [load(name)["environment"] for name in names]
+    made = [load_record(name)["environment"] for name in names]
     facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(map(short_commit, made))
     place = "results" if page.name == "README.md" else "../results"
     others = f" and {len(names) - 1} more" if names[1:] else ""
     words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}:"
     runs = [name for name in names if name not in ANSWERED]
     again = f"`{command(runs)}`" if runs else f"[the log]({place}/log.md) has the program's commit"
-    *lines, last = textwrap.wrap(words, COLUMNS - 2)
-    fits = len(f"> {last} {again}") <= COLUMNS
+    *lines, last = textwrap.wrap(words, PAGE_WIDTH - 2)
+    fits = len(f"> {last} {again}") <= PAGE_WIDTH
     lines += [f"{last} {again}"] if fits else [last, again]
     return "\n".join(f"> {line}" for line in lines)

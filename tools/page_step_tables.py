@@ -17,17 +17,18 @@ from harness.records.run_records import relative_differences
 from next_steps.comparisons import compare_profiles
 from next_steps.studies import frontier, ladder, scaling_tables
 from tools import page_records
+from tools.make_records import STEP_SIZES
 from tools.page_kernel_tables import by_size
 from tools.page_records import (
-    Step,
+    StepTime,
     gb,
-    in_words,
-    load,
+    load_record,
+    page_table,
     short_commit,
     short_gpu,
+    size_in_words,
     size_label,
     step_columns,
-    table,
     times,
 )
 
@@ -52,11 +53,13 @@ PEAK = Column("peak, GB", "peak_memory_bytes", gb)
 
 def labelled(names: dict[str, str]) -> list[dict]:
     """Return the records of {label: name}, each with its label."""
-    return [load(name) | {"label": label} for label, name in names.items()]
+    return [load_record(name) | {"label": label} for label, name in names.items()]
 
 
 def gain_over(first: dict) -> Column:
-    return Column("gain", lambda run: "" if run is first else Step.of(first).over(Step.of(run)))
+    return Column(
+        "gain", lambda run: "" if run is first else StepTime.of(first).over(StepTime.of(run))
+    )
 
 
 def loss_at(title: str, place: int, write: str) -> Column:
@@ -82,17 +85,17 @@ def gain_of_kernel(label: str, kernel: str, tokens: int, mine: str) -> tuple[str
     return label, *cells, times(eager / ours, 1), times(other / ours)
 
 
-def short(run: dict) -> str:
+def run_in_words(run: dict) -> str:
     name = run["name"] if "name" in run else OPPONENTS[run["opponent"]]
     return SHORT_NAMES.get(name, name)
 
 
 def gain_of_step(label: str, base: dict, ours: dict, other: dict | None = None) -> tuple[str, ...]:
     """A row of gains. `other` is the record of the strongest opponent."""
-    steps = [Step.of(run) for run in (base, ours, other or ours)]
+    steps = [StepTime.of(run) for run in (base, ours, other or ours)]
     before, after, others = (f"{step.ms:,.0f} ms ({step.between()})" for step in steps)
     gain, _, over = (step.over(steps[1]) for step in steps)
-    rival, over = (f"{short(other)}: {others}", over) if other else ("–", "–")
+    rival, over = (f"{run_in_words(other)}: {others}", over) if other else ("–", "–")
     return f"step {label}", before, rival, after, gain, over
 
 
@@ -104,7 +107,7 @@ SETS_OF_RUNS = {
 }
 
 
-def gains() -> str:
+def gains_table() -> str:
     """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
     body = [
         gain_of_kernel("RMSNorm, 65,536 rows", "rmsnorm", 65_536, OURS),
@@ -113,23 +116,23 @@ def gains() -> str:
     ]
     sizes = {"1 × 512": "1x512", "4 × 2,048": "4x2048"}
     for words, size in sizes.items():
-        runs = (load(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
+        runs = (load_record(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
         body.append(gain_of_step(f"{words}, two", *runs))
     for words, size in sizes.items():
-        record = load(f"ladder_{size}")
+        record = load_record(f"ladder_{size}")
         rungs = {rung["name"]: rung for rung in record["rungs"]}
         base, ours = rungs[ladder.BASELINE], rungs[ladder.CUDA_GRAPH]
         body.append(gain_of_step(f"{words}, all", base, ours, ladder.strongest(record)))
     for label, names in SETS_OF_RUNS.items():  # of the larger size
-        first, last, *others = (load(f"{name}_{size}") for name in names)
+        first, last, *others = (load_record(f"{name}_{size}") for name in names)
         rival = min(others, key=lambda run: run["median_seconds"])
         body.append(gain_of_step(f"{words}, {label}", first, last, rival))
     rival = ladder.strongest(record, "peak_memory_bytes")
     n_bytes = [each["peak_memory_bytes"] for each in (base, rival, ours)]
     base, other, ours = (f"{gb(each)} GB" for each in n_bytes)
     ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
-    body.append((f"memory {words}", base, f"{short(rival)}: {other}", ours, *ratios))
-    return table(body, " | Hugging Face | strongest other | ours | gain | over it")
+    body.append((f"memory {words}", base, f"{run_in_words(rival)}: {other}", ours, *ratios))
+    return page_table(body, " | Hugging Face | strongest other | ours | gain | over it")
 
 
 # ---------------------------------------------------------------- the ladder
@@ -139,7 +142,7 @@ def beside_the_baseline(base: dict) -> list[Column]:
     def speed(rung: dict) -> str:
         ratio = rung["tokens_per_second"] / base["tokens_per_second"]
         is_base = rung["name"] == base["name"]
-        return times(ratio) if is_base else Step.of(base).over(Step.of(rung), ratio)
+        return times(ratio) if is_base else StepTime.of(base).over(StepTime.of(rung), ratio)
 
     return [
         *step_columns(),
@@ -152,22 +155,22 @@ def beside_the_baseline(base: dict) -> list[Column]:
 
 def ladder_table(size: str) -> str:
     """The rungs, in the columns that a page has room for."""
-    rungs, _ = ladder.blocks(load(f"ladder_{size}"))
+    rungs, _ = ladder.blocks(load_record(f"ladder_{size}"))
     named = (dict(zip(("rung", "predicted", "gained"), each)) for each in ladder.gains(rungs))
     columns = [Column(f"{key}, ms", key, ",.1f", missing="") for key in ("predicted", "gained")]
     columns = [Column("rung", "rung"), *columns, *beside_the_baseline(rungs[0])]
     return Table.of(columns, [rung | more for rung, more in zip(rungs, named)]).markdown()
 
 
-def others(size: str) -> str:
+def others_table(size: str) -> str:
     """The runs beside the rungs."""
-    (base, *_), runs = ladder.blocks(load(f"ladder_{size}"))
+    (base, *_), runs = ladder.blocks(load_record(f"ladder_{size}"))
     return Table.of([Column("others", "name"), *beside_the_baseline(base)], runs).markdown()
 
 
 def graphs(size: str) -> str:
     """The baseline, two kernels and all of them, each launched by the host and in a CUDA graph."""
-    record = load(f"ladder_{size}")
+    record = load_record(f"ladder_{size}")
     runs = {rung["name"]: rung for rung in record["rungs"]}
     (*_, all_kernels, _), _ = ladder.blocks(record)
     two, body = " + ".join(PLAYBOOK_KERNELS), []
@@ -181,7 +184,7 @@ def graphs(size: str) -> str:
             ms, between = (column.cell(run) for column in step_columns())
             body[-1] += [f"{ms} ({between})", BUSY.cell(run)]
     eager, graph = (f"{way}, ms (p20–p80) | GPU busy, ms" for way in ("eager", "CUDA graph"))
-    return table(body, f"step {in_words(size)} | {eager} | {graph}")
+    return page_table(body, f"step {size_in_words(size)} | {eager} | {graph}")
 
 
 # ---------------------------------------------------------------- runs and profiles
@@ -207,11 +210,11 @@ def runs(size: str, *names: str) -> str:
 
     gain: the first row's step over this step. "over it": this step over the last row's.
     """
-    records = [load(f"{name}_{size}") for name in names]
+    records = [load_record(f"{name}_{size}") for name in names]
     first, last = records[0], records[-1]
 
     def over_last(run: dict) -> str:
-        return "" if run is last else Step.of(run).over(Step.of(last))
+        return "" if run is last else StepTime.of(run).over(StepTime.of(last))
 
     columns = [Column(size_label(first), run_label), *step_columns(), BUSY, SPEED, gain_over(first)]
     columns += [Column("over it", over_last)] if len(records) > 2 else []
@@ -225,9 +228,9 @@ def lora_fp8() -> str:
     return runs("4x2048", *(f"lora_fp8_{name}" for name in names))
 
 
-def parts(*names: str) -> str:
+def parts_table(*names: str) -> str:
     """Profiles as columns, category by category, in ms of the GPU."""
-    records, body = [load(name) for name in names], []
+    records, body = [load_record(name) for name in names], []
     for category in records[0]["categories"]:
         ms = [record["categories"][category]["us"] / 1e3 for record in records]
         if max(ms) >= SHOWN_FROM_MS:
@@ -239,12 +242,12 @@ def parts(*names: str) -> str:
     # What is the same for all of them stands over the first column.
     sizes, labels = ([label(each) for each in records] for label in (size_label, run_label))
     common, columns = (sizes[0], labels) if len(set(sizes)) == 1 else (labels[0], sizes)
-    return table(body, " | ".join([f"{common}, ms", *columns]))
+    return page_table(body, " | ".join([f"{common}, ms", *columns]))
 
 
-def compare(before_name: str, after_name: str, rows: str = "") -> str:
+def compare_table(before_name: str, after_name: str, rows: str = "") -> str:
     """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
-    found = compare_profiles.categories(load(before_name), load(after_name))
+    found = compare_profiles.categories(load_record(before_name), load_record(after_name))
     few = found.columns([*range(5), *range(7, len(found.headers))])
     body = [[cell.replace(" to ", "–") for cell in row] for row in few.rows]
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
@@ -255,14 +258,13 @@ def compare(before_name: str, after_name: str, rows: str = "") -> str:
 
 
 MODELS = "Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B"
-SIZES = "1x512", "4x2048"
 CARDS = 12, 16, 24, 48, 80  # GB
 TRAINED = {"": "full", "_lora": "LoRA", "_qlora": "NF4"}
 
 
 def estimated(model: str, size: str, trained: str = "") -> list[int]:
     """Return the bytes at the peak that the estimator finds, without and with all kernels."""
-    estimates = load(f"estimate_{model}_{size}{trained}")["estimates"]
+    estimates = load_record(f"estimate_{model}_{size}{trained}")["estimates"]
     return [estimate["peak_memory_bytes"] for estimate in estimates]
 
 
@@ -275,11 +277,11 @@ def gpus() -> str:
     """Which model trains on which GPU, by the estimator, in GB. Brackets: it does not fit."""
     body = []
     for memory, model in zip((24, 48, 80), MODELS):
-        peaks = [peak for size in SIZES for peak in estimated(model, size)]
+        peaks = [peak for size in STEP_SIZES for peak in estimated(model, size)]
         cells = [gb(peak) if fits(peak, memory) else f"({gb(peak)})" for peak in peaks]
         body.append((f"{memory} GB", f"`meta-llama/{model}`", *cells))
     sizes = "1 × 512, none | --kernels all | 4 × 2,048, none | --kernels all"
-    return table(body, f"GPU | --model | {sizes}")
+    return page_table(body, f"GPU | --model | {sizes}")
 
 
 def families() -> str:
@@ -292,12 +294,12 @@ def families() -> str:
         billions = ModelFacts(family.example_config()).parameters / 1e9
         name = f"`{family.example}`", f"{billions:.1f} · 10⁹"
         body.append((f"`{family.model_type}`", *name, norms, biases, rotation))
-    return table(body, "family | example | parameters | norms over heads | biases | rotation")
+    return page_table(body, "family | example | parameters | norms over heads | biases | rotation")
 
 
 def cards() -> str:
     """The largest model that trains on each card with all kernels, and its peak in GB."""
-    columns = [(size, trained) for trained in TRAINED for size in SIZES]
+    columns = [(size, trained) for trained in TRAINED for size in STEP_SIZES]
     body = []
     for memory in CARDS:
         body.append([f"{memory} GB"])
@@ -306,25 +308,25 @@ def cards() -> str:
             fitting = [model for model in MODELS if fits(peaks[model], memory)]
             words = [f"{model.rpartition('-')[2]}: {gb(peaks[model])}" for model in fitting]
             body[-1].append(words[-1] if words else "–")
-    headers = [f"{TRAINED[trained]}, {in_words(size)}" for size, trained in columns]
-    return table(body, " | ".join(["card", *headers]))
+    headers = [f"{TRAINED[trained]}, {size_in_words(size)}" for size, trained in columns]
+    return page_table(body, " | ".join(["card", *headers]))
 
 
 def peaks(*names: str) -> str:
     """What the memory is made of at the peak, of several memory profiles."""
-    records, body = [load(name) for name in names], []
+    records, body = [load_record(name) for name in names], []
     for part in records[0]["parts"]:
         n_bytes = [record["parts"].get(part, 0) for record in records]
         if max(n_bytes) > 0.05e9:
             body.append((part, *(gb(each, 2) for each in n_bytes)))
     body.append(("total", *(gb(record["peak_memory_bytes"], 2) for record in records)))
     headers = [f"{size_label(r)}, {'all' if r['kernels'] else 'none'}" for r in records]
-    return table(body, " | ".join(["GB at the peak, tokens, --kernels", *headers]))
+    return page_table(body, " | ".join(["GB at the peak, tokens, --kernels", *headers]))
 
 
 def frontier_table() -> str:
     """Memory against time."""
-    rows = load("frontier")["rows"]
+    rows = load_record("frontier")["rows"]
     return Table(frontier.HEADERS, [frontier.cells(row, rows) for row in rows]).markdown()
 
 
@@ -332,33 +334,33 @@ def longest() -> str:
     """The longest sequences that fit."""
     body = []
     for name in ("baseline", "all", "layer", "layer_offload"):
-        record = load(f"longest_{name}")
+        record = load_record(f"longest_{name}")
         flags = f"--kernels {'all' if record['kernels'] else 'none'}"
         flags += f" --recompute {record['recompute']}" if "recompute" in record else ""
         flags += " --offload" if "offload" in record else ""
         body.append((f"`{flags}`", f"{record['lengths'][-1]:,}", gb(record["peaks"][-1])))
-    return table(body, " | longest sequence, tokens | peak, GB")
+    return page_table(body, " | longest sequence, tokens | peak, GB")
 
 
 def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
-    records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
+    records = load_record(f"{study}_1"), load_record(f"{study}_{parallel}_2")
     return Table(scaling_tables.columns(records[1]), scaling_tables.body(*records)).markdown()
 
 
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
-    for record in (load(f"scaling_{parallel}_2") for parallel in PARALLEL):
+    for record in (load_record(f"scaling_{parallel}_2") for parallel in PARALLEL):
         for way in scaling_tables.ways_in(record):
             name = f"{way}, {record['parallel']}"
             body.append((name, scaling_tables.crossover(record, way)))
-    return table(body, " | tokens in a step of each GPU")
+    return page_table(body, " | tokens in a step of each GPU")
 
 
 # ---------------------------------------------------------------- others
 
-STEPS = {  # the playbook's commands: their step, and what was added on the GPU and on a CPU
+PLAYBOOK_STEPS = {  # by command: its step, and what was added on the GPU and on a CPU
     "profile_baseline.py": ("3", " --random-init", " --model tiny"),
     "rmsnorm_test.py": ("6", "", ""),
     "benchmark_kernels.py --kernel rmsnorm": ("7", "", ""),
@@ -371,17 +373,17 @@ STEPS = {  # the playbook's commands: their step, and what was added on the GPU 
 
 def durations() -> str:
     """How long the playbook's commands take, from start to end."""
-    records, body = [load(f"durations_{where}")["seconds"] for where in ("gpu", "cpu")], []
-    for command, (step, *flags) in STEPS.items():
+    records, body = [load_record(f"durations_{where}")["seconds"] for where in ("gpu", "cpu")], []
+    for command, (step, *flags) in PLAYBOOK_STEPS.items():
         seconds = (record[command + added] for record, added in zip(records, flags))
         words = (f"{s:.0f} s" if s < 100 else f"{s / 60:.0f} min" for s in seconds)
         body.append((f"`{command}`", step, *words))
-    return table(body, "command | step | on an H200, random weights | on a CPU core")
+    return page_table(body, "command | step | on an H200, random weights | on a CPU core")
 
 
 def quality() -> str:
     """What stochastic rounding is worth."""
-    records = (load(f"quality_{name}") for name in ("fp32", "bf16", "stochastic"))
+    records = (load_record(f"quality_{name}") for name in ("fp32", "bf16", "stochastic"))
     fp32, bf16, rounded = (record["validation_loss_after"] for record in records)
     closed = f"{100 * (bf16 - rounded) / (bf16 - fp32):.0f} %"
     body = [
@@ -389,12 +391,12 @@ def quality() -> str:
         ("bf16, `torch.optim.AdamW`", f"{bf16:.4f}", "0 %"),
         ("bf16, our kernel, stochastic rounding", f"{rounded:.4f}", closed),
     ]
-    return table(body, "after 400 steps | validation loss | of the gap to fp32 closed")
+    return page_table(body, "after 400 steps | validation loss | of the gap to fp32 closed")
 
 
 def distillation() -> str:
     """The small students, on a CPU."""
-    teacher = load("distill_teacher_tiny")["validation_loss_after"]
+    teacher = load_record("distill_teacher_tiny")["validation_loss_after"]
     students = {
         "its first layer": "distill_tiny_first_layer",
         "a layer with random weights": "distill_tiny",
@@ -446,4 +448,4 @@ def traces() -> str:
             + (f"{len(of_gpu):,}", f"{step_us / 1e3:,.1f}")
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
-    return table(body, "trace | on | commit | kernels, copies | step, ms | kB")
+    return page_table(body, "trace | on | commit | kernels, copies | step, ms | kB")

@@ -21,13 +21,13 @@ from triton.errors import TritonError
 
 from harness.steps.launches import replaced
 from tools.compile_cases import Case
-from tools.compile_targets import TARGETS, Row, widest_access
+from tools.compile_targets import COMPILE_TARGETS, CompiledKernel, widest_access
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPILED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def gpu_target(name: str) -> GPUTarget:
-    target = TARGETS[name]
+    target = COMPILE_TARGETS[name]
     return GPUTarget(target.backend, target.arch, target.warp_size)
 
 
@@ -38,7 +38,7 @@ def stub_driver(target: str) -> SimpleNamespace:
         # module, function, registers and spills (`resources` reads these), most threads
         return 0, 0, 0, 0, 1024
 
-    properties = {"max_shared_mem": TARGETS[target].max_shared}
+    properties = {"max_shared_mem": COMPILE_TARGETS[target].max_shared}
     utils = {"load_binary": load_binary, "get_device_properties": lambda device: properties}
     return SimpleNamespace(
         utils=SimpleNamespace(**utils),
@@ -139,7 +139,7 @@ def amd_note(binary: bytes, key: bytes) -> int:
     return value[0] if width is None else int.from_bytes(value[1 : 1 + width], "big")
 
 
-def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
+def compile_all(cases: Sequence[Case], target: str) -> list[CompiledKernel]:
     """Return a row for every different kernel that the cases launch on the named target."""
     rows, compiled = [], []
     triton.runtime.driver.set_active(stub_driver(target))
@@ -150,21 +150,21 @@ def compile_all(cases: Sequence[Case], target: str) -> list[Row]:
     with pretend_gpu(), triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = keep  # called once a process for each kernel
         for case in (case for case in cases if target.startswith(case.targets)):
-            for dtype_name in (dtype for dtype in case.dtypes if dtype in DTYPES):
+            for dtype_name in (dtype for dtype in case.dtypes if dtype in COMPILED_DTYPES):
                 label = f"{case.name}, {dtype_name}"
                 error = None
                 try:
-                    launch(case, DTYPES[dtype_name])
+                    launch(case, COMPILED_DTYPES[dtype_name])
                 except (TritonError, RuntimeError) as failure:  # MLIR's own are RuntimeErrors
                     error = f"{type(failure).__name__}: {str(failure).strip()}"
-                rows += [row_of(*kernel, label, target) for kernel in compiled]
+                rows += [kernel_row(*kernel, label, target) for kernel in compiled]
                 compiled.clear()
                 if error:
-                    rows.append(Row("(none)", label, target, error=error))
+                    rows.append(CompiledKernel("(none)", label, target, error=error))
     return rows
 
 
-def row_of(metadata: dict, files: dict[str, str], label: str, target: str) -> Row:
+def kernel_row(metadata: dict, files: dict[str, str], label: str, target: str) -> CompiledKernel:
     """Return the row of a kernel from what Triton says of it, and from the files that it wrote."""
     gpu, name = gpu_target(target), metadata["name"]
     code = {Path(file).suffix: Path(path) for file, path in files.items()}
@@ -172,4 +172,4 @@ def row_of(metadata: dict, files: dict[str, str], label: str, target: str) -> Ro
     widest = widest_access(code[".ptx"].read_text()) if ".ptx" in code else None
     digest = hashlib.sha256(binary).hexdigest()
     found = *resources(binary, gpu), metadata["shared"], widest
-    return Row(name, label, target, *found, binary=digest)
+    return CompiledKernel(name, label, target, *found, binary=digest)

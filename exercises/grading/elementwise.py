@@ -7,7 +7,7 @@ import torch
 from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, chosen
 from exercises.grading.norms import BF16, DTYPE, FORMULA
 from harness.benchmark.benchmark_specs import HEAD_DIM, LLAMA_HIDDEN, LLAMA_INTERMEDIATE, Q_HEADS
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from next_steps.lessons.adamw_kernel import adamw_reference, adamw_step
 from next_steps.lessons.rope_kernel import rope_backward, rope_reference
 from next_steps.lessons.swiglu_kernel import swiglu_backward

@@ -13,7 +13,7 @@ from cross_entropy_kernel import (
 from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, chosen
 from exercises.grading.norms import BF16, DTYPE, FORMULA, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from subjects import cross_entropy
 from subjects.cross_entropy import ROWS
 from subjects.subject import run

@@ -6,7 +6,7 @@ import torch
 
 from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, chosen
 from harness.benchmark.benchmark_specs import LLAMA_HIDDEN
-from harness.benchmark.checking import DEVICE
+from harness.cli.device import DEVICE
 from kernel_support import triton
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 from subjects import rmsnorm

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.profiling.kernel_facts import Launch, launch_of
 
-DTYPES = "bf16", "fp16", "fp32"
+TIMED_DTYPES = "bf16", "fp16", "fp32"
 LLAMA_HIDDEN, LLAMA_INTERMEDIATE, LLAMA_VOCAB = 4096, 14_336, 128_256
 Q_HEADS, K_HEADS, HEAD_DIM = 32, 8, 128  # of LLaMA 3.1 8B
 MAX_SEQUENCE = 2048  # of RoPE's B x T tokens

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
-
 FLOOR = {torch.float32: 2e-6, torch.float16: 2e-4, torch.bfloat16: 1e-3}
 
 DTYPE_NAME = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}

@@ -14,7 +14,7 @@ import cross_entropy_kernel
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
-from next_steps.comparisons.benchmark_problems import ADAMW, TORCH_DTYPES
+from next_steps.comparisons.benchmark_problems import ADAMW, TIMED_TORCH_DTYPES
 from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
@@ -221,7 +221,7 @@ def eager_reverse_kl(
 def reverse_kl_contenders(dtype: str) -> Contenders:
     eager = [Implementation("F.kl_div in fp32", eager_reverse_kl)]
     if dtype != "fp32":
-        in_dtype = functools.partial(eager_reverse_kl, dtype=TORCH_DTYPES[dtype])
+        in_dtype = functools.partial(eager_reverse_kl, dtype=TIMED_TORCH_DTYPES[dtype])
         eager.append(Implementation(f"F.kl_div in {dtype}", in_dtype))
     one_tile = Implementation(specs.ONE_TILE, ObviousReverseKLFunction.apply)
     two_kernels = TritonReverseKLLoss(reduction="none")  # a grad_output for each row

@@ -25,7 +25,7 @@ from subjects import (
 )
 from subjects.subject import Parts, Subject, as_tuple, in_float64, normals, run
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TIMED_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED_ROWS = 64  # of each gradient; float64 of all rows would not fit beside the largest inputs
 CHECKED_PARAMETERS = 2**18
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01}  # this rate changes bf16 weights visibly, in one step

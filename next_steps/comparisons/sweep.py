@@ -24,7 +24,7 @@ FLAGS = {
     "--kernel": row("whose launches", choices=[*SWEPT, "all"], default="all"),
     **size_flags(SWEPT),
     "--tokens": row("rows of the input", type=positive_int, metavar="N"),
-    "--dtype": row("of inputs and gradients", choices=specs.DTYPES, default="bf16"),
+    "--dtype": row("of inputs and gradients", choices=specs.TIMED_DTYPES, default="bf16"),
     "--json": row("write the measurements as a JSON record", metavar="FILE"),
 }
 

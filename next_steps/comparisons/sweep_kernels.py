@@ -27,7 +27,7 @@ from harness.cli.tables import describe
 from harness.profiling.kernel_facts import launch_of
 from harness.steps import timing
 from harness.steps.launches import intercepted, replaced
-from next_steps.comparisons.benchmark_problems import TORCH_DTYPES
+from next_steps.comparisons.benchmark_problems import TIMED_TORCH_DTYPES
 from next_steps.comparisons.sweep_tables import Setting, words
 from subjects import cross_entropy, rmsnorm
 from subjects.subject import Parts
@@ -260,7 +260,7 @@ def try_setting(launch: Launch, setting: Setting, expected: Parts) -> dict:
 
 def sweep(kernel: str, n_rows: int, size: int, dtype_name: str) -> list[dict]:
     """Return a section of the record for each launch of the kernel's file."""
-    sections, dtype = [], TORCH_DTYPES[dtype_name]
+    sections, dtype = [], TIMED_TORCH_DTYPES[dtype_name]
     for launch in LAUNCHES[kernel](n_rows, size, dtype):
         shipped, expected = carried(launch)
         to_try = settings_to_try(launch, shipped)
