@@ -338,8 +338,8 @@ def render(record: dict) -> str:
         tables.table(headers, cells, ["left"] * 2 + ["right"] * 5),
         "",
         textwrap.fill(
-            f"First on {SORT_GPU}: the instructions in {'; '.join(first) or 'none'}. The memory in the "
-            f"other {len(body) - len(first)}.",
+            f"First on {SORT_GPU}: the instructions in {'; '.join(first) or 'none'}. "
+            f"The memory in the other {len(body) - len(first)}.",
             tables.TERMINAL,
         ),
     ])  # fmt: skip
