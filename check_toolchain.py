@@ -49,7 +49,7 @@ def check_kernels() -> list:
     from subjects import cross_entropy, rmsnorm
     from subjects.subject import checks
 
-    sizes = (rmsnorm.NORM, 256), (cross_entropy.MEAN, 1000)
+    sizes = (rmsnorm.RMSNORM, 256), (cross_entropy.MEAN, 1000)
     return [
         replace(check, name=f"{check.name}, {DTYPE_NAME[dtype]}")
         for dtype in (torch.float32, torch.bfloat16)

@@ -167,7 +167,7 @@ def render(record: dict) -> str:
         heading.append(profile_tables.OF_A_GRAPH)
     blocks = [
         "\n".join(heading),
-        f"{title(f'Top {profile_tables.TOP} {device} Operations by Total {kind} Time')}\n"
+        f"{title(f'Top {profile_tables.MOST_ROWS} {device} Operations by Total {kind} Time')}\n"
         f"{profile_tables.operations_table(record)}",
         profile_tables.parts_table("Category", record["categories"], device),
         profile_tables.parts_table("Phase", record["phases"], device),

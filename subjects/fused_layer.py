@@ -16,7 +16,7 @@ from next_steps.lessons.swiglu_kernel import swiglu_reference
 from subjects.subject import PADDED_WIDTHS, Subject, bad_call, chosen, normals
 
 EPS = 1e-5
-SIZE = 24, 40  # H, I
+LAYER_SIZE = 24, 40  # H, I
 RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 
 
@@ -26,7 +26,7 @@ def without_adapters(*weights):
     return none, none, *(t for weight in weights for t in (weight, None, None, None))
 
 
-def norm_linear(x, norm_weight, *weights, eps=EPS):
+def apply_norm_linear(x, norm_weight, *weights, eps=EPS):
     return NormLinearFunction.apply(x, norm_weight, eps, False, True, *without_adapters(*weights))
 
 
@@ -34,7 +34,7 @@ def norm_reference(x, norm_weight, *weights, eps=EPS):
     return tuple(norm_linear_reference(x, norm_weight, eps, *weights))
 
 
-def swiglu_linear(gate, up, weight):
+def apply_swiglu_linear(gate, up, weight):
     """Of results, which its backward may overwrite."""
     gate, up = (t.clone(memory_format=torch.contiguous_format) for t in (gate, up))
     return swiglu_linear_inplace(gate, up, weight)
@@ -167,7 +167,7 @@ def refused(make, name, change, sentence):
     """Return what makes the call that is refused for one tensor of another shape."""
 
     def calls():
-        inputs, _ = make((4,), SIZE, torch.float32)
+        inputs, _ = make((4,), LAYER_SIZE, torch.float32)
         changed = {name: change(inputs[name])}
         return {f"another {name}": bad_call(inputs, ValueError, sentence, **changed)}
 
@@ -201,20 +201,20 @@ def bytes_of_three_inner_results(inputs):
     return 3 * x.element_size() * x.shape[:-1].numel() * len(inputs["w_gate"]) + 2**20
 
 
-KERNELS = (rmsnorm_kernel, swiglu_kernel)
+BOTH_KERNELS = (rmsnorm_kernel, swiglu_kernel)
 COMPILER = {
     "forward_alone": "torch.compile drops the first argument of a forward that takes *tensors, "
     "where nothing needs a gradient"
 }
 OWN_KERNELS = "the kernels are those of rmsnorm and swiglu, whose rows were laid beyond int32"
 MEMORY = "fused_layer_test measures what is kept and taken, with the sizes of LLaMA 3.1 8B"
-OVERWRITES = {
+OVERWRITES_COPIES = {
     "saved_tensors_are_what_the_record_says": "it is called with copies to overwrite; "
     "fused_layer_test looks at what the function itself keeps"
 }
 COMMON = {
     "made_by_kernels_alone": False,
-    "size": SIZE,
+    "size": LAYER_SIZE,
     "ragged_sizes": RAGGED,
     "large_sizes": ((300, 700),),
     "compiled_first": tuple(((5,), (24, width)) for width in PADDED_WIDTHS),
@@ -235,7 +235,7 @@ SUBJECTS = (
     Subject(
         name="norm_linear",
         kernels=(rmsnorm_kernel,),
-        function=norm_linear,
+        function=apply_norm_linear,
         reference=norm_reference,
         make=make_norm,
         differentiable=("x", "norm_weight", "w_gate", "w_up"),
@@ -253,7 +253,7 @@ SUBJECTS = (
     Subject(
         name="swiglu_linear",
         kernels=(swiglu_kernel,),
-        function=swiglu_linear,
+        function=apply_swiglu_linear,
         entry=swiglu_linear_inplace,
         reference=swiglu_linear_reference,
         make=make_swiglu,
@@ -264,7 +264,7 @@ SUBJECTS = (
         **OF_GATE_AND_UP,
         multiplied=("w_down",),
         **COMMON,
-        exempt=EXEMPT | OVERWRITES,
+        exempt=EXEMPT | OVERWRITES_COPIES,
     ),
     Subject(
         name="swiglu_mlp",
@@ -288,8 +288,8 @@ SUBJECTS = (
     ),
     Subject(
         name="norm_and_mlp",
-        kernels=KERNELS,
-        function=layer(norm_linear, swiglu_linear_inplace),
+        kernels=BOTH_KERNELS,
+        function=layer(apply_norm_linear, swiglu_linear_inplace),
         reference=layer(norm_reference, swiglu_linear_reference),
         make=make_layer,
         differentiable=("x", "norm_weight", "w_gate", "w_up", "w_down"),

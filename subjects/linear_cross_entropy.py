@@ -16,7 +16,7 @@ from next_steps.lessons.linear_cross_entropy_kernel import (
 )
 from subjects.subject import Subject, bad_inputs, generator_of, normals, of_rows, refused_tensors
 
-CHUNK = 4  # rows: most tests have several chunks
+CHUNK_ROWS = 4  # rows: most tests have several chunks
 
 
 def make(rows, size, dtype, seed=0, ignore_index=-100):
@@ -67,7 +67,7 @@ def eager(reduction):
 
 def of_rows_with_target(reduction):
     """The function, which knows without a look how many targets `make` ignores."""
-    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=CHUNK)
+    loss_fn = TritonLinearCrossEntropyLoss(reduction=reduction, chunk_size=CHUNK_ROWS)
 
     def function(hidden, weight, targets):
         n_rows = targets.numel()
@@ -141,7 +141,7 @@ FORWARD = Subject(
     name="linear_cross_entropy",
     # the first may have nothing to launch; the loss of each chunk is the second's
     kernels=(linear_cross_entropy_kernel, cross_entropy_kernel),
-    function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK),
+    function=TritonLinearCrossEntropyLoss(chunk_size=CHUNK_ROWS),
     entry=linear_cross_entropy_forward,
     reference=reference("mean"),
     eager=eager("mean"),
@@ -177,7 +177,7 @@ ROWS = replace(
     FORWARD,
     name="linear_cross_entropy_rows",
     other_settings=True,
-    function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK),
+    function=TritonLinearCrossEntropyLoss(reduction="none", chunk_size=CHUNK_ROWS),
     reference=reference("none"),
     eager=eager("none"),
     make=of_rows(make),

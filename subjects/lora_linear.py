@@ -23,11 +23,11 @@ from subjects.fused_layer import (
     COMPILER,
     EPS,
     EXEMPT,
+    LAYER_SIZE,
     OF_A_NORM,
     OF_GATE_AND_UP,
     OF_X,
-    OVERWRITES,
-    SIZE,
+    OVERWRITES_COPIES,
     refused,
 )
 from subjects.subject import Subject, bad_call, chosen, normals
@@ -39,7 +39,7 @@ BOTH_RANKS = 3, 4
 NO_BASES = None, None
 
 
-def lora_linear(x, *tensors):
+def apply_lora_linear(x, *tensors):
     """Two projections of one input."""
     return LoRALinearFunction.apply(x, SCALES, NO_BASES, *tensors)
 
@@ -94,7 +94,7 @@ def lora_swiglu_reference_of_all(gate, up, h, b_gate, b_up, *of_down):
     return lora_linear_reference(y, *of_down, scale=THREE_SCALES[2])
 
 
-def drawn(rows, size, dtype, seed, rank_of_down=RANKS[0]):
+def drawn_with_adapters(rows, size, dtype, seed, rank_of_down=RANKS[0]):
     """By name, all that these functions take or get back: (..., H) or (..., I), weights (out, in),
     of the adapters (rank, in) and (out, rank), biases (out,).  `up` is half as wide as gate.
     """
@@ -118,7 +118,7 @@ def drawn(rows, size, dtype, seed, rank_of_down=RANKS[0]):
 
 def make_both(rows, size, dtype, seed=0, ranks=BOTH_RANKS, rank_of_down=RANKS[0]):
     """What SwiGLU with adapters on both sides takes: h (N, both R), and a b_up as wide as gate."""
-    t, normal = drawn(rows, size, dtype, seed, rank_of_down), normals(seed + 1, dtype)
+    t, normal = drawn_with_adapters(rows, size, dtype, seed, rank_of_down), normals(seed + 1, dtype)
     shapes = (math.prod(rows), sum(ranks)), *((size[1], rank) for rank in ranks)
     t |= zip(("h", "b_gate", "b_up"), (normal(*shape) for shape in shapes))
     return {name: t[name] for name in BOTH_INPUTS}, {"down": t["ddown"]}
@@ -133,9 +133,9 @@ LORA_INPUTS = "x", *OF_GATE, *OF_UP
 NORM_INPUTS = "x", "norm_weight", "w_gate", "a_gate", "b_gate", "w_up", "bias_up"
 SWIGLU_INPUTS = "gate", "up", *OF_DOWN
 OF_BOTH = {"gate": "dgate", "up": "dup"}
-make_lora = chosen(drawn, LORA_INPUTS, OF_BOTH)
-make_norm = chosen(drawn, NORM_INPUTS, {"residual": "dresidual"} | OF_BOTH)
-make_swiglu = chosen(drawn, SWIGLU_INPUTS, {"down": "ddown"})
+make_lora = chosen(drawn_with_adapters, LORA_INPUTS, OF_BOTH)
+make_lora_norm = chosen(drawn_with_adapters, NORM_INPUTS, {"residual": "dresidual"} | OF_BOTH)
+make_lora_swiglu = chosen(drawn_with_adapters, SWIGLU_INPUTS, {"down": "ddown"})
 
 
 def wrong_lora_gradients(inputs, douts, right):
@@ -165,7 +165,7 @@ def wrong_lora_gradients(inputs, douts, right):
     }
 
 
-def wrong_norm_gradients(inputs, douts, right):
+def wrong_lora_norm_gradients(inputs, douts, right):
     x, _, w_gate, a_gate, b_gate, w_up, _ = inputs.values()
     dresidual, dgate, dup = douts.values()
     x_hat = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
@@ -179,7 +179,7 @@ def wrong_norm_gradients(inputs, douts, right):
     }
 
 
-def wrong_swiglu_gradients(inputs, douts, right):
+def wrong_lora_swiglu_gradients(inputs, douts, right):
     gate, up, w_down, a_down, b_down, _ = inputs.values()
     (dout,) = douts.values()
     s, dh = torch.sigmoid(gate), SCALES[0] * dout @ b_down
@@ -220,7 +220,7 @@ def wrong_gradients_of_both(inputs, douts, right):
 
 
 def bad_lora_input():
-    inputs, _ = make_lora((4,), SIZE, torch.float32)
+    inputs, _ = make_lora((4,), LAYER_SIZE, torch.float32)
     x, b = inputs["x"], inputs["b_gate"]
     width = "shapes cannot be multiplied|same reduction dim"  # the compiler's words
     return {
@@ -252,7 +252,7 @@ SUBJECTS = (
     Subject(
         name="lora_linear",
         kernels=(),
-        function=lora_linear,
+        function=apply_lora_linear,
         reference=lora_reference,
         make=make_lora,
         differentiable=LORA_INPUTS,
@@ -279,14 +279,14 @@ SUBJECTS = (
         kernels=(rmsnorm_kernel,),
         function=norm_lora,
         reference=norm_lora_reference,
-        make=make_norm,
+        make=make_lora_norm,
         differentiable=NORM_INPUTS,
-        wrong_answers=wrong_norm_gradients,
+        wrong_answers=wrong_lora_norm_gradients,
         made_by_pytorch=("residual", "dbias_up"),
         saved=NORM_INPUTS[:-1],
         saved_bytes=bytes_of_h_and_rstd,
         fixed_outputs={"residual": "being modified inplace"},
-        bad_input=refused(make_norm, *ANOTHER_H),
+        bad_input=refused(make_lora_norm, *ANOTHER_H),
         **OF_A_NORM,
         multiplied=NORM_INPUTS[2:],
         **COMMON,
@@ -299,17 +299,17 @@ SUBJECTS = (
         function=swiglu_lora,
         entry=swiglu_lora_inplace,
         reference=swiglu_lora_reference,
-        make=make_swiglu,
+        make=make_lora_swiglu,
         differentiable=SWIGLU_INPUTS,
-        wrong_answers=wrong_swiglu_gradients,
+        wrong_answers=wrong_lora_swiglu_gradients,
         made_by_pytorch=("dbias_down",),
         saved=("w_down", "a_down", "b_down"),
-        bad_input=refused(make_swiglu, *ANOTHER_UP),
+        bad_input=refused(make_lora_swiglu, *ANOTHER_UP),
         **OF_GATE_AND_UP,
         multiplied=OF_DOWN,
         **COMMON,
         **EXACT,
-        exempt=EXEMPT | OVERWRITES,
+        exempt=EXEMPT | OVERWRITES_COPIES,
     ),
     Subject(
         name="lora_swiglu",
@@ -326,6 +326,6 @@ SUBJECTS = (
         multiplied=("w_down", "a_down", "b_down"),
         **COMMON,
         **EXACT,
-        exempt=EXEMPT | OVERWRITES,
+        exempt=EXEMPT | OVERWRITES_COPIES,
     ),
 )

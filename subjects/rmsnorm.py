@@ -41,7 +41,7 @@ def reference(x, weight=None, eps=EPS):
 
 def with_eps(eps: float) -> Subject:
     """Return RMSNorm with a weight and this eps."""
-    return replace(NORM, function=partial(norm, eps=eps), reference=partial(reference, eps=eps))
+    return replace(RMSNORM, function=partial(norm, eps=eps), reference=partial(reference, eps=eps))
 
 
 def wrong_answers(inputs, douts, right):
@@ -95,7 +95,7 @@ def bytes_of_rstd(inputs):
     return 4 * inputs["x"].shape[:-1].numel()
 
 
-NORM = Subject(
+RMSNORM = Subject(
     name="rmsnorm",
     kernels=(rmsnorm_kernel,),
     function=norm,
@@ -118,9 +118,9 @@ NORM = Subject(
 )
 
 SUBJECTS = (
-    NORM,
+    RMSNORM,
     replace(
-        NORM,
+        RMSNORM,
         name="rmsnorm_without_weight",
         other_settings=True,
         make=make_without_weight,

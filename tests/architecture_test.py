@@ -49,8 +49,8 @@ def test_rope_scaling_reaches_the_frequencies():
 
 def test_tiny_has_a_position_for_each_token_of_the_longest_step_that_a_study_takes():
     """`--model tiny` rehearses a study on a GPU before the 8B model is there."""
-    lengths = [size.seq_len for size in scaling.SIZES[scaling.GPU]]
-    lengths += [seq_len for _, seq_len, _ in frontier.SIZES[frontier.GPU]]
+    lengths = [size.seq_len for size in scaling.SIZES_BY_DEVICE[scaling.GPU]]
+    lengths += [seq_len for _, seq_len, _ in frontier.FRONTIER_SIZES[frontier.GPU]]
     lengths += map(int, re.findall(r"--seq-len (\d+)", README.read_text()))
     assert architecture.tiny_config().max_position_embeddings >= max(lengths)
 

@@ -21,7 +21,14 @@ from harness.profiling.attribution import (
     idle_times,
 )
 from harness.profiling.costs import Cost
-from harness.profiling.kernel_facts import ADAPTERS, COMMUNICATION, OTHER, ROWS, UNATTRIBUTED, Sizes
+from harness.profiling.kernel_facts import (
+    ADAPTERS,
+    COMMUNICATION,
+    KERNEL_ROWS,
+    OTHER,
+    UNATTRIBUTED,
+    Sizes,
+)
 from tests.kernel_facts_test import launched_kernels
 
 MAIN, AUTOGRAD = 1, 2  # threads
@@ -244,7 +251,7 @@ def test_own_functions_are_known_by_name_outside_any_range_and_without_a_forward
     assert {"name": "NormLinearFunctionBackward", "us": 128.0, "calls": 1} in operations(profile)
 
 
-LESSONS = {row.lesson: row.category for row in ROWS}
+LESSONS = {row.lesson: row.category for row in KERNEL_ROWS}
 LESSONS |= {"next_steps.layers.lora_swiglu": "activation"}
 OUR_KERNELS = {  # a new kernel cannot be forgotten: the names are those in the lessons' sources
     name: category for lesson, category in LESSONS.items() for name in launched_kernels(lesson)

@@ -21,7 +21,7 @@ import finetune_baseline
 from harness.cli.command_line import RunError, UserError
 from harness.cli.device import HAS_GPU
 from harness.training import checkpoint_files, resuming, training_run
-from harness.training.checkpoint_files import CHECKSUMS, FACTS, LOCK
+from harness.training.checkpoint_files import CHECKSUMS, FACTS_FILE, LOCK
 from harness.training.resuming import Checkpoints
 from next_steps.finetuning import checkpoint, kernel_training
 from tests.conftest import assert_refused
@@ -227,9 +227,9 @@ def test_several_processes_share_the_files_and_what_all_have_and_refuse_together
     for part, names in one[1].items():
         assert sorted(names + other[1][part]) == ["0.bias", "0.weight", "1.weight"]
         assert len(names) == 2
-    os.truncate(saved / FACTS, 1)
+    os.truncate(saved / FACTS_FILE, 1)
     (said, *_), (other_said, *_) = in_two_processes(read_in, stores[1], saved)
-    assert said == other_said and f"{FACTS} is damaged" in said
+    assert said == other_said and f"{FACTS_FILE} is damaged" in said
 
 
 # ---------------------------------------------------------------- beside the training

@@ -16,7 +16,7 @@ from harness.model.families import FAMILIES
 from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
 from harness.profiling.costs import NOTHING, Cost
-from harness.profiling.kernel_facts import FACTS, OTHER, ROWS, RUNGS, Sizes
+from harness.profiling.kernel_facts import FACTS_BY_NAME, KERNEL_ROWS, OTHER, RUNGS, Sizes
 from tests.kernel_facts_test import launched_kernels
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -156,7 +156,7 @@ def test_every_kernel_of_ours_is_counted_or_moves_next_to_nothing():
     small = {"_rmsnorm_dw_kernel", "_qk_norm_rope_dw_kernel"}
     small |= {"_scale_kernel", "_cross_entropy_scale_kernel", "_reverse_kl_bwd_kernel"}  # by 1
     small |= {"_plain_fwd_kernel", "_plain_bwd_kernel", "_obvious_kernel"}  # in no step
-    names = {name for row in ROWS for name in launched_kernels(row.lesson)}
+    names = {name for row in KERNEL_ROWS for name in launched_kernels(row.lesson)}
     assert {name for name in names if costs.cost_of_kernel(name, 1, SIZES) is None} == small
     assert costs.cost_of_kernel("vectorized_elementwise_kernel", 1, SIZES) is None
 
@@ -259,7 +259,7 @@ def test_8_bit_moments_are_read_and_written_as_bytes(dtype, n_bytes):
     workload = Workload(dtype=dtype, seq_len=8, kernels=("adamw",), moments="8bit")
     facts = ModelFacts(architecture.tiny_config(), workload)
     sizes = costs.sizes_of(facts)
-    necessary = FACTS["adamw"].floor_bytes(sizes)
+    necessary = FACTS_BY_NAME["adamw"].floor_bytes(sizes)
     assert necessary == pytest.approx(n_bytes * facts.parameters, rel=1e-4)
     if dtype == "bf16":  # what the kernel moves, by its own row
         moved = costs.cost_of_kernel("_adamw8_kernel", 1, sizes).n_bytes

@@ -66,7 +66,7 @@ def test_all_rows_are_tried_those_of_a_kernel_set_in_a_row(monkeypatch, small_mo
 
     monkeypatch.setattr(stepping, "timed_step", timed_step)
     monkeypatch.setattr("harness.profiling.profiler.measure_ceilings", lambda dtype: {**RATES})
-    monkeypatch.setattr(frontier, "SIZES", {HAS_GPU: ((1, 8, 1), (2, 4, 1), (1, 4, 8))})
+    monkeypatch.setattr(frontier, "FRONTIER_SIZES", {HAS_GPU: ((1, 8, 1), (2, 4, 1), (1, 4, 8))})
     record = recorded(frontier, "--model", "tiny")
     rows = record["rows"]
     names = [tuple(row[key] for key in ("size", "kernels", "recompute")) for row in rows]

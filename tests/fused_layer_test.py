@@ -26,7 +26,7 @@ from next_steps.layers.fused_layer import (
 from subjects import SUBJECTS
 from subjects import fused_layer as subjects
 from subjects import lora_linear as lora_subjects
-from subjects.fused_layer import norm_linear as fused_norm
+from subjects.fused_layer import apply_norm_linear as fused_norm
 from subjects.fused_layer import norm_reference as reference_norm
 from subjects.fused_layer import swiglu_linear_inplace
 from subjects.subject import checks
@@ -199,7 +199,7 @@ def test_gradient_of_the_residual_is_added():
 # ---- gate and up are overwritten: another use of them is never silently wrong --------------------
 
 
-WITH_ADAPTER = lora_subjects.swiglu_lora_inplace, lora_subjects.make_swiglu
+WITH_ADAPTER = lora_subjects.swiglu_lora_inplace, lora_subjects.make_lora_swiglu
 WITHOUT = swiglu_linear_inplace, subjects.make_swiglu
 
 
@@ -253,7 +253,7 @@ def test_constants_are_not_overwritten(needed):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(keep):
-    inputs, douts = lora_subjects.make_norm((SIZES[0],), SIZES[1:], torch.float32)
+    inputs, douts = lora_subjects.make_lora_norm((SIZES[0],), SIZES[1:], torch.float32)
     needed = [name not in ("w_gate", "w_up") for name in inputs]
     step = list(inputs.values()), list(douts.values()), needed
 
@@ -275,7 +275,7 @@ def test_frozen_weights_with_adapters_take_no_product_and_the_norm_runs_again(ke
 
 
 def test_swiglu_linear_with_an_adapter_keeps_h_beside_its_inputs():
-    inputs, _ = lora_subjects.make_swiglu((5,), (24, 40), torch.float32)
+    inputs, _ = lora_subjects.make_lora_swiglu((5,), (24, 40), torch.float32)
     leaves = [t.requires_grad_() for t in inputs.values()]
     with saved_tensors() as saved:
         lora_subjects.swiglu_lora_inplace(*leaves)

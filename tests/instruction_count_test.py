@@ -9,7 +9,7 @@ import triton
 
 from harness.benchmark.benchmark_specs import HEAD_DIM, K_HEADS, Q_HEADS, numbers
 from harness.cli.command_line import UserError
-from harness.profiling.kernel_facts import FACTS, launch_of
+from harness.profiling.kernel_facts import FACTS_BY_NAME, launch_of
 from tests.toolchain_test import HERE, run
 from tools import compile_cases, instruction_count
 from tools.instruction_count import (
@@ -213,7 +213,7 @@ def test_the_record_is_what_this_triton_gives(tmp_path):
 def test_every_kernel_that_moves_a_tensor_is_counted_by_cases_of_the_compile_check(lesson):
     cases = {case.name for case in compile_cases.CASES[lesson]}
     assert {*instruction_count.COUNTED_CASES[lesson]} <= cases
-    for launch in FACTS[lesson].launches:
+    for launch in FACTS_BY_NAME[lesson].launches:
         counted = any(count.kernel.startswith(launch.prefix) for count in COUNTS)
         assert counted or launch.tensor is None
 

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from harness.model.families import FAMILIES
-from harness.profiling.kernel_facts import CATEGORIES, KERNELS, ROWS, RUNGS, Facts, Sizes, launch_of
+from harness.profiling.kernel_facts import (
+    CATEGORIES,
+    KERNEL_ROWS,
+    KERNELS,
+    RUNGS,
+    Facts,
+    Sizes,
+    launch_of,
+)
 
 HERE = Path(__file__).parents[1]  # the project's folder
 
@@ -39,11 +47,15 @@ def launched_kernels(lesson: str) -> set[str]:
 
 
 def of_every_row(function):
-    return pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)(function)
+    return pytest.mark.parametrize("row", KERNEL_ROWS, ids=lambda row: row.name)(function)
 
 
 def test_names_are_unique():
-    assert len({row.name for row in ROWS}) == len({row.lesson for row in ROWS}) == len(ROWS)
+    assert (
+        len({row.name for row in KERNEL_ROWS})
+        == len({row.lesson for row in KERNEL_ROWS})
+        == len(KERNEL_ROWS)
+    )
     assert [row.rung for row in RUNGS] == list(range(1, len(RUNGS) + 1))
     # linear_cross_entropy takes the place of the other
     assert {row.name for row in RUNGS} == set(KERNELS) - {"cross_entropy"}
@@ -77,7 +89,7 @@ def test_each_kernel_that_a_lesson_launches_is_covered_by_one_prefix(row: Facts)
     assert not [name for name, known in found.items() if known is None or known[0] is not row]
     for launch in row.launches:
         assert any(name.startswith(launch.prefix) for name in names), launch.prefix
-    others = [each for each in ROWS for each in each.launches if each not in row.launches]
+    others = [each for each in KERNEL_ROWS for each in each.launches if each not in row.launches]
     for launch in row.launches:
         assert not any(each.prefix.startswith(launch.prefix) for each in others), launch.prefix
 
@@ -91,7 +103,7 @@ def test_benchmark_and_compile_check_know_these_kernels_and_no_others():
     from next_steps.comparisons import benchmark_contenders, benchmark_problems
     from tools.compile_cases import CASES
 
-    names = [row.name for row in ROWS if row.launches]
+    names = [row.name for row in KERNEL_ROWS if row.launches]
     assert list(SPECS) == names
     for table in (benchmark_problems.PROBLEMS, benchmark_contenders.CONTENDERS, CASES):
         assert set(table) == set(names)
@@ -134,7 +146,7 @@ def test_what_kernels_knows_is_what_is_patched_in():
     from next_steps.patches import apply_kernels
 
     source = file_of("next_steps.patches.apply_kernels").read_text()
-    for row in ROWS:
+    for row in KERNEL_ROWS:
         assert (row.name in KERNELS) == (row.patches is not None)
         assert row.patches in (None, "model", "loss", "optimizer")
         if row.patches:

@@ -204,7 +204,9 @@ def test_scripts_take_packed_steps(run_script, tmp_path, monkeypatch, file, scri
         assert "packed: " in outcome.out and "padding, " in outcome.out
         assert "Waiting for data: " in outcome.out
     if "--save" in flags:  # what was trained so serves any attention
-        assert packed_attention.NAME not in (tmp_path / "model" / "config.json").read_text()
+        assert (
+            packed_attention.ATTENTION_NAME not in (tmp_path / "model" / "config.json").read_text()
+        )
 
 
 @pytest.mark.parametrize("pack", [[], ["--pack"]], ids=["padded", "packed"])

@@ -86,7 +86,9 @@ def test_what_two_processes_saved_one_loads_and_two_load_what_one_saved(tmp_path
     of_two, of_one, *stores = folders
     two, other = in_two_processes(save, stores[0], of_two)
     path = resuming.newest(of_two)
-    assert path.name == "step-2" and json.loads((path / resuming.FACTS).read_text()) == {"step": 2}
+    assert path.name == "step-2" and json.loads((path / resuming.FACTS_FILE).read_text()) == {
+        "step": 2
+    }
     assert len(list(path.glob("*.distcp"))) == 2, "each wrote its part"
     assert not equal(two, whole(*training(1))), "this comparison cannot fail"
     for found in (other, *in_two_processes(load, stores[1], of_two), whole(*load_newest(of_two))):

@@ -468,7 +468,7 @@ def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
     save = partial(save_checkpoint, folder, *training(2))
     for _ in killed_at_each_change(first, folder, partial(save, 2)):
         path = resuming.newest(folder)
-        assert path.name == f"step-{json.loads((path / resuming.FACTS).read_text())['step']}"
+        assert path.name == f"step-{json.loads((path / resuming.FACTS_FILE).read_text())['step']}"
         assert equal(whole(*load_newest(folder)), expected[path.name])
         left.append(path.name)
         # the next save finds nothing in its way, and leaves nothing else

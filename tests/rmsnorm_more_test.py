@@ -15,7 +15,7 @@ from harness.benchmark.checking import FLOOR, Check, assert_all_passed, relative
 from harness.cli.device import DEVICE, HAS_GPU
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 from subjects import subject
-from subjects.rmsnorm import EPS, NORM, SUBJECTS, make, norm, with_eps
+from subjects.rmsnorm import EPS, RMSNORM, SUBJECTS, make, norm, with_eps
 from tests.fixtures import poisoned_outputs
 
 DTYPES = {"Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16}
@@ -29,10 +29,10 @@ def make_inputs(shape, dtype=torch.float32, weight_dtype=None):
 
 def run(x, weight, dy):
     """Return y, dx and dweight."""
-    return tuple(subject.run(NORM, norm, {"x": x, "weight": weight}, {"y": dy}).values())
+    return tuple(subject.run(RMSNORM, norm, {"x": x, "weight": weight}, {"y": dy}).values())
 
 
-def check_against_float64(x, weight, dy, of=NORM) -> list[Check]:
+def check_against_float64(x, weight, dy, of=RMSNORM) -> list[Check]:
     """The kernel's y, dx and dw, each against float64."""
     worst = max((x.dtype, weight.dtype), key=FLOOR.get)
     return subject.checks(of, {"x": x, "weight": weight}, {"y": dy}, dtype=worst)

@@ -268,7 +268,7 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
         rows = [r for r in each["rows"] if r["way"] != "Liger"]
         assert [(r["way"], Size.of(r)) for r in rows] == TAKEN
         for r in rows:
-            assert len(r["step_ms"]) == scaling.STEPS[HAS_GPU][1]
+            assert len(r["step_ms"]) == scaling.STEPS_BY_DEVICE[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
     outcome = run_script(scaling, "--compare", one, two)
     assert outcome.code == 0 and f"2 processes, {way}" in outcome.out

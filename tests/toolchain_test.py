@@ -14,7 +14,7 @@ import check_toolchain
 import rmsnorm_kernel
 from harness.benchmark.checking import Check
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.profiling.kernel_facts import ROWS
+from harness.profiling.kernel_facts import KERNEL_ROWS
 from next_steps.comparisons import repeats
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
@@ -258,7 +258,10 @@ def test_each_run_has_the_memory_as_it_was():
 @pytest.mark.exhaustive
 def test_every_kernel_is_repeated():
     found = repeats.repeat_all(1)
-    known = {launch.prefix for row in ROWS for launch in row.launches} - {"_obvious", "_plain"}
+    known = {launch.prefix for row in KERNEL_ROWS for launch in row.launches} - {
+        "_obvious",
+        "_plain",
+    }
     assert not [each for each in known if not any(name.startswith(each) for name in found)]
 
 

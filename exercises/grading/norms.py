@@ -10,7 +10,7 @@ from harness.cli.device import DEVICE
 from kernel_support import triton
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
 from subjects import rmsnorm
-from subjects.rmsnorm import EPS, NORM
+from subjects.rmsnorm import EPS, RMSNORM
 from subjects.subject import run
 
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def cases(*ragged: int) -> tuple[Case, ...]:
         Case((8,), 64, STRIDES, gaps=True),
         Case((5,), first, MASK, gaps=True),
         *(Case((5,), size, MASK, gaps=True) for size in others),
-        Case((1,), NORM.ragged_sizes[0], ONE_ROW),
+        Case((1,), RMSNORM.ragged_sizes[0], ONE_ROW),
         Case((5,), first, DTYPE, dtype=BF16, gaps=True),
     )
 
@@ -64,7 +64,7 @@ def named(wrong: Mistakes, part: str) -> Mistakes:
 
 
 def make_forward(rows, size, dtype) -> Inputs:
-    inputs, _ = NORM.make(rows, size, dtype)
+    inputs, _ = RMSNORM.make(rows, size, dtype)
     return inputs | {"eps": EPS}
 
 
@@ -112,12 +112,12 @@ FORWARD = Exercise(
 
 
 def make_backward(rows, size, dtype) -> Inputs:
-    inputs, douts = NORM.make(rows, size, dtype)
+    inputs, douts = RMSNORM.make(rows, size, dtype)
     return {"dy": douts["y"], **inputs, "rstd": rstd_of(inputs["x"])}
 
 
 def backward_answers(inputs: Inputs) -> Parts:
-    return run(NORM, NORM.reference, chosen(inputs, "x", "weight"), {"y": inputs["dy"]})
+    return run(RMSNORM, RMSNORM.reference, chosen(inputs, "x", "weight"), {"y": inputs["dy"]})
 
 
 def known_mistakes(inputs: Inputs, part: str) -> Mistakes:
@@ -235,7 +235,7 @@ DW = Exercise(
 
 def make_residual(rows, size, dtype) -> Inputs:
     inputs = make_forward(rows, size, dtype)
-    residual = NORM.make(rows, size, dtype, seed=1)[0]["x"]
+    residual = RMSNORM.make(rows, size, dtype, seed=1)[0]["x"]
     return {"x": inputs["x"], "residual": residual, "weight": inputs["weight"], "eps": EPS}
 
 

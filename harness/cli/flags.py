@@ -216,7 +216,7 @@ def of_kernels(known: Sequence[str], default: str) -> dict[str, dict]:
 # ---------------------------------------------------------------- which flags go together
 
 # what a condition may say beside the command line
-FACTS = {"GPU": "a CUDA GPU", "ALONE": "one process", "SEVERAL": "several processes"}
+FACTS_IN_WORDS = {"GPU": "a CUDA GPU", "ALONE": "one process", "SEVERAL": "several processes"}
 
 
 class Rule(NamedTuple):
@@ -244,10 +244,10 @@ def excludes(flags: str, others: str, sentence: str, where: str = "") -> Rule:
 
 
 # A condition is a flag on the command line, a flag and its values (| is "or", * any text), or one
-# of FACTS.  A rule with `where` counts where one of those conditions holds.  A script that lacks a
-# flag breaks no rule about it.  In a sentence {flag} and {other} are the two conditions, with the
-# value from the command line if the condition has values; {n} is the number of processes.  A user
-# reads the first rule that is broken.
+# of FACTS_IN_WORDS.  A rule with `where` counts where one of those conditions holds.  A script that
+# lacks a flag breaks no rule about it.  In a sentence {flag} and {other} are the two conditions,
+# with the value from the command line if the condition has values; {n} is the number of processes.
+# A user reads the first rule that is broken.
 LORA = "--lora-rank --adapter"
 COMPILED = "--opponent=compile*|unsloth*|torchao*"  # these compile a step
 TOO_SHORT = f"--steps={'|'.join(map(str, range(1, WARMUP_STEPS + 1)))}"
@@ -318,7 +318,7 @@ RULES = [
 
 
 def in_words(condition: str) -> str:
-    return FACTS.get(condition, condition.replace("=", " "))
+    return FACTS_IN_WORDS.get(condition, condition.replace("=", " "))
 
 
 def needed_by(flag: str, of: Collection[str] | None = None) -> list[str]:
@@ -399,7 +399,7 @@ class Parser(command_line.Parser):
     def __init__(self, doc: str, table: dict[str, dict]):
         """Add the rows of a table.  --help also says what RULES say that a flag needs."""
         super().__init__(doc)
-        self.flags = {*FACTS, *table}
+        self.flags = {*FACTS_IN_WORDS, *table}
         for flag, options in table.items():
             words = "; needs ".join([options["help"], *needed_by(flag, self.flags)])
             self.add_argument(flag, **options | {"help": words})
@@ -441,7 +441,9 @@ def page() -> str:
             excluded.setdefault(one, []).append(in_words(two) + rule.beside)
             excluded.setdefault(two, []).append(in_words(one) + rule.beside)
     lines = []
-    for flag in sorted({*excluded, *(each for rule in RULES for each in rule.flags)} - {*FACTS}):
+    for flag in sorted(
+        {*excluded, *(each for rule in RULES for each in rule.flags)} - {*FACTS_IN_WORDS}
+    ):
         words = [f"needs {each}" for each in needed_by(flag)]
         words += [f"not with {', '.join(excluded[flag])}"] if flag in excluded else []
         text = f"{in_words(flag)}: {'; '.join(words)}"

@@ -28,11 +28,11 @@ from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.model.config_file import misfits_in_words, reading
 
 BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
-NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
+ADAPTER_NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
 FILE_PREFIX = "base_model.model."  # in peft's files, before the model's own names
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by an element's bytes
 # elements at a time, whose products take 8 bytes each: on a CPU so few that its cache holds them
-CHUNK = {"cuda": 2**24, "cpu": 2**15}
+PART_SIZE = {"cuda": 2**24, "cpu": 2**15}
 FACTOR = 0x1E3779B97F4A7C15  # large and odd: its multiples modulo 2**64 differ in all their bits
 
 
@@ -50,7 +50,7 @@ def add_adapters(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
 
     dtype, on_meta = TORCH_DTYPES[workload.dtype], model.device.type == "meta"
     torch.manual_seed(workload.seed)
-    inject_adapter_in_model(peft_config(workload), model, NAME, low_cpu_mem_usage=on_meta)
+    inject_adapter_in_model(peft_config(workload), model, ADAPTER_NAME, low_cpu_mem_usage=on_meta)
     for module in filter(has_adapter, model.modules()):
         module.lora_A.to(dtype=dtype)
         module.lora_B.to(dtype=dtype)
@@ -202,7 +202,7 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
         t, first = t.to_local(), offsets[0] * t.shape[1:].numel()
     bits = t.detach().contiguous().view(-1).view(BITS[t.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=t.device)
-    for part in bits.split(CHUNK[t.device.type]):
+    for part in bits.split(PART_SIZE[t.device.type]):
         places = torch.arange(first, first + len(part), device=t.device, dtype=torch.int64)
         total += (part.to(torch.int64) * (2 * places * FACTOR + 1)).sum()
         first += len(part)
@@ -215,7 +215,7 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
 def adapter_weights(model: torch.nn.Module, weights: dict) -> dict[str, torch.Tensor]:
     """Return the adapters' weights of a state_dict, by the names that peft's files have."""
     names = {
-        f"{name}.lora_{matrix}.{NAME}.weight": f"{FILE_PREFIX}{name}.lora_{matrix}.weight"
+        f"{name}.lora_{matrix}.{ADAPTER_NAME}.weight": f"{FILE_PREFIX}{name}.lora_{matrix}.weight"
         for name, module in model.named_modules()
         if has_adapter(module)
         for matrix in "AB"
@@ -247,9 +247,11 @@ def merged_weights(
             quantized = hasattr(base, "dequantized")
             plain = f"{name}.base_layer.weight"
             w = unquantized(name, base) if quantized else weights[plain]
-            a, b = (weights[f"{name}.lora_{matrix}.{NAME}.weight"].float() for matrix in "AB")
+            a, b = (
+                weights[f"{name}.lora_{matrix}.{ADAPTER_NAME}.weight"].float() for matrix in "AB"
+            )
             thin = b.to(w.device), a.to(w.device)
-            weight = torch.addmm(w.float(), *thin, alpha=module.scaling[NAME]).to(w.dtype)
+            weight = torch.addmm(w.float(), *thin, alpha=module.scaling[ADAPTER_NAME]).to(w.dtype)
         elif hasattr(module, "dequantized") and not name.endswith(".base_layer"):
             weight = unquantized(name, module)
         else:

@@ -24,7 +24,7 @@ UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
 CPU_PARAMETER_LIMIT = 1_000_000_000
 MAX_LAYERS = 10_000  # the most that a config.json may ask for
 # fields of a config.json where transformers refuses a 0 without naming the field, or not at all
-SIZES = (
+SIZE_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
     *("num_attention_heads", "num_key_value_heads"),
 )
@@ -174,7 +174,7 @@ def shortened(text: str) -> str:
 def usable_config(model: str, values: dict) -> PreTrainedConfig:
     """Return the configuration with these values, if a model of it computes a loss."""
     named = f"the config.json of {model}"
-    for field in SIZES:
+    for field in SIZE_FIELDS:
         most = MAX_LAYERS if field == "num_hidden_layers" else 2**31 - 1
         if isinstance(value := values.get(field), int) and not 1 <= value <= most:
             raise UserError(f"{named} has {field} = {value}, expected 1 to {most:,}")

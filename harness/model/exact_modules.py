@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-PLAIN = torch.nn.Parameter, type(None), torch.Tensor, DTensor  # of a parameter
-EXEMPT = (
+PARAMETER_TYPES = torch.nn.Parameter, type(None), torch.Tensor, DTensor  # of a parameter
+HARMLESS_HOOKS = (
     "transformers.utils.output_capturing",  # they stay after output_attentions=True, and do nothing
     "torch.distributed.fsdp",  # they gather a module's weights while it is called
 )
@@ -28,7 +28,9 @@ def class_of(module: torch.nn.Module) -> type:
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return True if the module has hooks that may see or change what goes in or out."""
     hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    return not all(str(getattr(hook, "__module__", None)).startswith(EXEMPT) for hook in hooks)
+    return not all(
+        str(getattr(hook, "__module__", None)).startswith(HARMLESS_HOOKS) for hook in hooks
+    )
 
 
 def has_global_hooks() -> bool:
@@ -54,7 +56,7 @@ def has_plain_parameters(module: torch.nn.Module) -> bool:
     A subclass of a tensor, such as a quantized weight of torchao, may have products of its own.
     """
     for p in module._parameters.values():  # noqa: SIM110  each call asks, all() takes longer
-        if type(p) not in PLAIN:
+        if type(p) not in PARAMETER_TYPES:
             return False
     return True
 

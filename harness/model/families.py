@@ -131,7 +131,7 @@ SMOLLM3_3B = {
     "pad_token_id": 128_004,
     "tie_word_embeddings": True,
 }
-ROWS = [
+ALL_FAMILIES = [
     Family("llama", "Llama", modeling_llama, "meta-llama/Llama-3.1-8B", LLAMA_3_1_8B),
     Family("mistral", "Mistral", modeling_mistral, "mistralai/Mistral-7B-v0.3", MISTRAL_7B_V0_3),
     Family(
@@ -144,8 +144,8 @@ ROWS = [
         rotates="use_rope",
     ),
 ]
-FAMILIES = {row.model_type: row for row in ROWS}
-EXAMPLES = {row.example: row for row in ROWS}
+FAMILIES = {row.model_type: row for row in ALL_FAMILIES}
+EXAMPLES = {row.example: row for row in ALL_FAMILIES}
 
 
 def family_of(model: torch.nn.Module) -> Family:

@@ -17,18 +17,18 @@ except ImportError:  # PyTorch 2.9
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "packed_samples"
+ATTENTION_NAME = "packed_samples"
 HALVES = torch.bfloat16, torch.float16
-PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
-HAS_KERNEL = "window_size" in PARAMETERS  # since 2.11
+VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn else {}
+HAS_KERNEL = "window_size" in VARLEN_PARAMETERS  # since 2.11
 # 2.11 does not ask whether heads share keys: its kernel sees it by the shapes
-GROUPS = {"enable_gqa": True} if "enable_gqa" in PARAMETERS else {}
+GROUPS = {"enable_gqa": True} if "enable_gqa" in VARLEN_PARAMETERS else {}
 
 
 def use_packed_attention(model: torch.nn.Module) -> None:
     """Let the model attend within samples; from now on call it with packed batches only."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)
-    model.config._attn_implementation = NAME
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+    model.config._attn_implementation = ATTENTION_NAME
 
 
 def packed_attention(

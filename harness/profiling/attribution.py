@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from harness.profiling import kernel_facts
 from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
-from harness.profiling.kernel_facts import ADAPTERS, OTHER, PHASES, ROWS, Sizes
+from harness.profiling.kernel_facts import ADAPTERS, KERNEL_ROWS, OTHER, PHASES, Sizes
 
 PROJECTION = "projection"  # the range of one alone, inside the range of it and its adapter
 CATEGORY_OF_RANGE = {
@@ -28,7 +28,7 @@ CATEGORY_OF_RANGE = {
 MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|linear)$")
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
 # our autograd.Functions, by a part of their names
-CATEGORY_OF_FUNCTION = {name: each for row in ROWS for name, each in row.functions.items()}
+CATEGORY_OF_FUNCTION = {name: each for row in KERNEL_ROWS for name, each in row.functions.items()}
 CATEGORY_OF_KERNEL = {
     "matmul": re.compile("gemm|cutlass|nvjet"),
     "attention": re.compile("flash|fmha|sdpa"),

@@ -18,7 +18,14 @@ from dataclasses import dataclass, fields
 from harness.cli import flags
 from harness.cli.workload import Workload
 from harness.profiling import kernel_facts
-from harness.profiling.kernel_facts import ADAPTERS, DEQUANTIZATION, FP8_CASTS, ROWS, RUNGS, Sizes
+from harness.profiling.kernel_facts import (
+    ADAPTERS,
+    DEQUANTIZATION,
+    FP8_CASTS,
+    KERNEL_ROWS,
+    RUNGS,
+    Sizes,
+)
 from harness.records.spread import spread, timed
 
 TARGET = 0.9  # of a ceiling
@@ -26,7 +33,7 @@ TARGET = 0.9  # of a ceiling
 IDLE_SHARE = 0.02
 CPU_LOADING_SHARE = 0.25  # the same for a batch without a GPU, where no batch comes during a step
 LEAST_SHARE = 0.001  # of the step: a smaller gain gets no line
-TOP = 12
+MOST_VERDICTS = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
 MORE_TOKENS = "more tokens a step (--batch-size, --seq-len)"
 GRAPH_SHARE = 0.05  # of the step: if the GPU waits less in a training run, no graph is advised
@@ -79,7 +86,7 @@ def advice_for(category: str, record: dict) -> str:
     """Return what to do about a category: a flag of this project, if there is one."""
     rung = RUNG_OF_CATEGORY.get(category)
     if rung is None:
-        others = [row for row in ROWS if row.name not in record["kernels"]]
+        others = [row for row in KERNEL_ROWS if row.name not in record["kernels"]]
         eased = (row.advice[category] for row in others if category in row.advice)
         return next(eased, ADVICE.get(category, "look them up in the trace"))
     if rung.name not in record["kernels"]:
@@ -192,7 +199,7 @@ def judge(name: str, part: dict, record: dict, category: str | None = None) -> F
 
 def replaced_by(kernels: list[str]) -> set[str]:
     """Return the categories that these kernels take over."""
-    return set().union(*(kernel_facts.FACTS[name].replaces for name in kernels))
+    return set().union(*(kernel_facts.FACTS_BY_NAME[name].replaces for name in kernels))
 
 
 def counted(record: dict) -> dict[str, dict]:
@@ -213,7 +220,7 @@ def judge_categories(record: dict) -> dict[str, Finding]:
 def judge_operations(record: dict) -> list[Finding]:
     """Return verdicts on the TOP operations with known bytes, the longest first."""
     known = [row for row in record["operations"] if row["bytes"]]
-    return [judge(row["name"], row, record) for row in known[:TOP]]
+    return [judge(row["name"], row, record) for row in known[:MOST_VERDICTS]]
 
 
 def exposed_us(record: dict) -> float:

@@ -97,7 +97,7 @@ class Facts:
         return sum(n * getattr(sizes, tensor) for tensor, n in (*passes, *self.floor.items()))
 
 
-ROWS = [
+KERNEL_ROWS = [
     Facts(
         name="rmsnorm",
         lesson="rmsnorm_kernel",
@@ -311,17 +311,17 @@ ROWS = [
         },
     ),
 ]
-FACTS = {row.name: row for row in ROWS}
+FACTS_BY_NAME = {row.name: row for row in KERNEL_ROWS}
 
-LOSS_KERNELS = [row.name for row in ROWS if row.patches == "loss"]
-MODEL_KERNELS = [row.name for row in ROWS if row.patches in ("model", "loss")]
+LOSS_KERNELS = [row.name for row in KERNEL_ROWS if row.patches == "loss"]
+MODEL_KERNELS = [row.name for row in KERNEL_ROWS if row.patches in ("model", "loss")]
 # what --kernels knows, the optimizer's last
-KERNELS = [*MODEL_KERNELS, *(row.name for row in ROWS if row.patches == "optimizer")]
+KERNELS = [*MODEL_KERNELS, *(row.name for row in KERNEL_ROWS if row.patches == "optimizer")]
 PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"  # which the playbook has: step 11's
-RUNGS = sorted((row for row in ROWS if row.rung), key=lambda row: row.rung)
+RUNGS = sorted((row for row in KERNEL_ROWS if row.rung), key=lambda row: row.rung)
 
 
 def launch_of(name: str) -> tuple[Facts, Launch] | None:
     """Return the row and the launch of a Triton kernel, by the kernel's name; None: not ours."""
-    known = ((row, launch) for row in ROWS for launch in row.launches)
+    known = ((row, launch) for row in KERNEL_ROWS for launch in row.launches)
     return next((found for found in known if name.startswith(found[1].prefix)), None)

@@ -17,7 +17,7 @@ from harness.profiling.kernel_facts import (
 from harness.records.spread import spread
 from harness.steps.power import power_in_words
 
-TOP = 20
+MOST_ROWS = 20
 OF_A_GRAPH = (
     "Each step is one CUDA graph's replay, whose kernels know no operation: the tables are of a\n"
     "step just before the recording, which ran the same kernels; times, idle share and trace are\n"
@@ -41,7 +41,7 @@ def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
 def operations_table(record: dict) -> str:
     """Return the playbook's table.  One row has all the other operations, so the rows add up."""
     rows = [(row["name"][:60], row["us"], row["calls"]) for row in record["operations"]]
-    rows, rest = rows[:TOP], rows[TOP:]
+    rows, rest = rows[:MOST_ROWS], rows[MOST_ROWS:]
     if rest:
         name = f"({len(rest)} other operations)"
         rows.append((name, sum(us for _, us, _ in rest), sum(calls for _, _, calls in rest)))

@@ -20,7 +20,7 @@ from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
 from harness.model.families import FAMILIES, family_of
 from harness.profiling import attribution
-from harness.profiling.kernel_facts import ADAPTERS, ROWS
+from harness.profiling.kernel_facts import ADAPTERS, KERNEL_ROWS
 from harness.records.run_records import environment
 from harness.steps import stepping, timing
 
@@ -37,7 +37,10 @@ RANGE_OF_PART = {
 }
 RANGE_OF_CLASS = {
     "Embedding": "embedding",
-    **{ours: RANGE_OF_PART[theirs] for ours, theirs in (row.module for row in ROWS if row.module)},
+    **{
+        ours: RANGE_OF_PART[theirs]
+        for ours, theirs in (row.module for row in KERNEL_ROWS if row.module)
+    },
     **{f.prefix + part: name for f in FAMILIES.values() for part, name in RANGE_OF_PART.items()},
 }
 

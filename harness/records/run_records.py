@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.cli.command_line import UserError
 from harness.cli.output_files import write_output
-from harness.records.schema import Check, keys_of
+from harness.records.schema import Predicate, keys_of
 
 # what a run may use, or be compared with, besides PyTorch, Triton and transformers
 OTHERS = (
@@ -99,7 +99,7 @@ def write_record(path: str | None, record: dict, is_whole: bool = True) -> None:
             print(f"Record written to {path}")
 
 
-def read_record(path: str, kind: str, **more: Check) -> dict:
+def read_record(path: str, kind: str, **more: Predicate) -> dict:
     """Read a record of the given kind; `more`: keys that this reader checks more closely.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from harness.cli.flags import DTYPES
 from harness.cli.workload import PRETRAINED, RANDOM
 
-Check = Callable[[object], bool]
+Predicate = Callable[[object], bool]
 
 # what `run_records.environment_line` prints of where a record was made
 ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
@@ -40,15 +40,15 @@ def is_environment(value: object) -> bool:
     return is_object(value) and value.keys() >= ENVIRONMENT
 
 
-def is_list_of(is_item: Check) -> Check:
+def is_list_of(is_item: Predicate) -> Predicate:
     return lambda values: isinstance(values, list) and all(map(is_item, values))
 
 
-def is_table_of(is_item: Check) -> Check:
+def is_table_of(is_item: Predicate) -> Predicate:
     return lambda values: is_object(values) and all(map(is_item, values.values()))
 
 
-def has_numbers(*names: str) -> Check:
+def has_numbers(*names: str) -> Predicate:
     """Return a test for objects in which these names have numbers."""
     return lambda value: is_object(value) and all(is_number(value.get(name)) for name in names)
 
@@ -65,10 +65,12 @@ of_ceilings = has_numbers("copy_gbs", "matmul_tflops")
 of_timeline = has_numbers("step_ms", "idle_us", "host_us")
 OBJECTS, TEXTS = is_list_of(is_object), is_list_of(is_text)
 # what several kinds have: where the record was made, of which model, of which steps
-MADE = {"environment": is_environment}
-MODEL = MADE | dict.fromkeys(("model", "weights", "dtype"), is_text)
-RUN = MODEL | {"kernels": TEXTS} | dict.fromkeys(("batch_size", "seq_len"), is_positive)
-STEPS = RUN | {
+MADE_FIELDS = {"environment": is_environment}
+MODEL_FIELDS = MADE_FIELDS | dict.fromkeys(("model", "weights", "dtype"), is_text)
+RUN_FIELDS = (
+    MODEL_FIELDS | {"kernels": TEXTS} | dict.fromkeys(("batch_size", "seq_len"), is_positive)
+)
+STEP_FIELDS = RUN_FIELDS | {
     "data": is_text,
     "losses": lambda losses: is_list_of(is_number)(losses) and len(losses) > 0,
     **dict.fromkeys(("seconds", "tokens"), is_list_of(is_positive)),
@@ -77,30 +79,30 @@ STEPS = RUN | {
     **dict.fromkeys(("tokens_per_second", "peak_memory_bytes"), is_positive),
 }
 RATES = dict.fromkeys(("copy_gbs", "matmul_tflops"), is_positive)
-BENCHMARK = MADE | RATES | {"dtype": is_text, "sections": OBJECTS, "absent": TEXTS}
+BENCHMARK = MADE_FIELDS | RATES | {"dtype": is_text, "sections": OBJECTS, "absent": TEXTS}
 
-KINDS: dict[str, dict[str, Check]] = {
+KINDS: dict[str, dict[str, Predicate]] = {
     "benchmark": BENCHMARK,
-    "durations": MADE | {"seconds": is_table_of(is_number)},
-    "estimate": RUN | {"parameters": is_positive, "layers": is_count, "estimates": OBJECTS},
-    "finetune": STEPS
+    "durations": MADE_FIELDS | {"seconds": is_table_of(is_number)},
+    "estimate": RUN_FIELDS | {"parameters": is_positive, "layers": is_count, "estimates": OBJECTS},
+    "finetune": STEP_FIELDS
     | {
         "title": is_text,
         "weights": lambda words: words in (RANDOM, PRETRAINED),
         "dtype": lambda dtype: dtype in [*DTYPES],
         **dict.fromkeys(("seed", "validation_loss_after"), is_number),
     },
-    "fp8_accuracy": RUN | {"study": is_text, "seeds": is_list_of(is_count), "runs": OBJECTS},
-    "fp8_costs": MADE | {"copy_gbs": is_positive, "casts": OBJECTS, "products": OBJECTS},
-    "frontier": RUN | {"parameters": is_positive, "rows": OBJECTS},
-    "instructions": MADE | {"counts": OBJECTS},
-    "ladder": RUN | {"copy_gbs": is_positive, "rungs": OBJECTS, "absent": TEXTS},
-    "longest": RUN
+    "fp8_accuracy": RUN_FIELDS | {"study": is_text, "seeds": is_list_of(is_count), "runs": OBJECTS},
+    "fp8_costs": MADE_FIELDS | {"copy_gbs": is_positive, "casts": OBJECTS, "products": OBJECTS},
+    "frontier": RUN_FIELDS | {"parameters": is_positive, "rows": OBJECTS},
+    "instructions": MADE_FIELDS | {"counts": OBJECTS},
+    "ladder": RUN_FIELDS | {"copy_gbs": is_positive, "rungs": OBJECTS, "absent": TEXTS},
+    "longest": RUN_FIELDS
     | {"stopped_by": is_text}
     | dict.fromkeys(("lengths", "peaks"), is_list_of(is_count)),
-    "memory": RUN
+    "memory": RUN_FIELDS
     | {"peak_memory_bytes": is_positive, "parts": is_table_of(is_number), "largest": OBJECTS},
-    "profile": RUN
+    "profile": RUN_FIELDS
     | {
         **dict.fromkeys(("data", "device"), is_text),
         **dict.fromkeys(("parameters", "median_step_ms"), is_positive),
@@ -115,7 +117,7 @@ KINDS: dict[str, dict[str, Check]] = {
         "timeline": lambda times: times is None or of_timeline(times),
     },
     "published": {"sources": is_table_of(is_text), "rows": OBJECTS},
-    "scaling": MODEL
+    "scaling": MODEL_FIELDS
     | {
         "parameters": is_positive,
         "world_size": is_count,
@@ -123,10 +125,10 @@ KINDS: dict[str, dict[str, Check]] = {
         "absent": TEXTS,
         "rows": is_list_of(is_scaling_row),
     },
-    "sft": STEPS,
+    "sft": STEP_FIELDS,
     "sweep": BENCHMARK,
-    "text": MADE | {"script": is_text, "lines": TEXTS},
-    "weight_values": RUN | {"rounds": OBJECTS},
+    "text": MADE_FIELDS | {"script": is_text, "lines": TEXTS},
+    "weight_values": RUN_FIELDS | {"rounds": OBJECTS},
 }
 # keys that only some records have, or only newer ones, of whichever kind
 MAY_BE_MISSING = {
@@ -139,7 +141,7 @@ MAY_BE_MISSING = {
 }
 
 
-def keys_of(record: dict) -> dict[str, Check]:
+def keys_of(record: dict) -> dict[str, Predicate]:
     """Return the keys that a record has to have, by its kind and by what it has."""
     keys = {key: fits for key, fits in MAY_BE_MISSING.items() if key in record}
     with_lora = ("lora_alpha", "lora_targets") if "lora_rank" in record else ()

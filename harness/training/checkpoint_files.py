@@ -25,10 +25,10 @@ from harness.cli.command_line import UserError
 from harness.cli.output_files import UNFINISHED
 from harness.cli.processes import is_first, rank, world_size
 
-FACTS = "run.json"
+FACTS_FILE = "run.json"
 CHECKSUMS = "checksums.json"
 LOCK = ".lock"
-NAMED = "step-"  # how a checkpoint's name begins; the number of steps taken follows
+CHECKPOINT_PREFIX = "step-"  # how a checkpoint's name begins; the number of steps taken follows
 PIECE = 2**24  # bytes that a thread reads and digests at a time
 # what reading a JSON file of ours raises if it is missing or damaged
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
@@ -40,8 +40,8 @@ UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 def numbered(folder: str | Path) -> list[Path]:
     """Return the folders step-N in a folder, the highest N last."""
     found = {}
-    for path in Path(folder).glob(f"{NAMED}*"):
-        number = path.name.removeprefix(NAMED)
+    for path in Path(folder).glob(f"{CHECKPOINT_PREFIX}*"):
+        number = path.name.removeprefix(CHECKPOINT_PREFIX)
         if number.isdecimal() and str(int(number)) == number and path.is_dir():
             found[int(number)] = path
     return [found[step] for step in sorted(found)]
@@ -49,7 +49,7 @@ def numbered(folder: str | Path) -> list[Path]:
 
 def all_in(folder: str | Path) -> list[Path]:
     """Return the complete checkpoints in a folder, the newest last; none without a folder."""
-    return [path for path in numbered(folder) if (path / FACTS).exists()]
+    return [path for path in numbered(folder) if (path / FACTS_FILE).exists()]
 
 
 def newest(folder: str | Path) -> Path | None:
@@ -146,7 +146,7 @@ def intact(path: Path, name: str, listed: dict[str, list]) -> bool:
 def listed_files(path: Path) -> dict[str, list]:
     """Return [size, digest] of each file that a checkpoint's checksums.json lists, by name."""
     listed = json.loads((path / CHECKSUMS).read_text())
-    if not {FACTS, ".metadata"} <= listed.keys() or any(Path(n).name != n for n in listed):
+    if not {FACTS_FILE, ".metadata"} <= listed.keys() or any(Path(n).name != n for n in listed):
         raise ValueError("it does not list the files of a checkpoint")
     return listed
 
@@ -159,10 +159,10 @@ def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
 
     All files, their checksums and their names are on the disk before the folder is renamed.
     """
-    (unfinished / FACTS).write_text(facts)
+    (unfinished / FACTS_FILE).write_text(facts)
     sums = {file.name: [file.stat().st_size, digest(file)] for file in unfinished.iterdir()}
     (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-    for each in (unfinished / FACTS, unfinished / CHECKSUMS, unfinished):
+    for each in (unfinished / FACTS_FILE, unfinished / CHECKSUMS, unfinished):
         sync(each)
     unfinished.rename(path)
     sync(path.parent)
@@ -184,7 +184,7 @@ def remove(path: Path) -> None:
         listed = listed_files(path)
     except UNREADABLE:
         listed = {}  # a user's folder, or an empty one
-    for name in sorted(listed, key=lambda name: name != FACTS):
+    for name in sorted(listed, key=lambda name: name != FACTS_FILE):
         (path / name).unlink(missing_ok=True)
     if listed:
         (path / CHECKSUMS).unlink()
@@ -194,7 +194,7 @@ def remove(path: Path) -> None:
 
 def remove_unfinished(folder: str | Path) -> None:
     """Remove what an interrupted save left; only the run that holds the folder may call this."""
-    for path in Path(folder).glob(f"{UNFINISHED}{NAMED}*"):
+    for path in Path(folder).glob(f"{UNFINISHED}{CHECKPOINT_PREFIX}*"):
         shutil.rmtree(path)
 
 

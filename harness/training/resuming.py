@@ -15,10 +15,10 @@ from pathlib import Path
 from harness.cli.command_line import UserError
 from harness.cli.workload import PATHS, Workload, changes, same_place
 from harness.training import checkpoint_files
-from harness.training.checkpoint_files import FACTS, newest
+from harness.training.checkpoint_files import FACTS_FILE, newest
 
 # lists in a run's facts that have an entry for each step
-COLUMNS = "losses", "seconds", "tokens", "peaks", "data_seconds"
+STEP_LISTS = "losses", "seconds", "tokens", "peaks", "data_seconds"
 # facts besides the workload that the bits of a result depend on
 MACHINE = "gpu", "cpu", "torch", "cuda", "triton", "transformers"
 
@@ -81,9 +81,9 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         expected = "a folder that --checkpoint DIR has written to"
         raise UserError(f"{given}, expected {expected}: name another")
     try:
-        facts = json.loads((path / FACTS).read_text())
+        facts = json.loads((path / FACTS_FILE).read_text())
         saved, step = Workload.from_record(facts), facts["step"]
-        if {len(facts[column]) for column in COLUMNS} != {step}:
+        if {len(facts[column]) for column in STEP_LISTS} != {step}:
             raise ValueError(f"it does not list {step} steps")
         machine = {name: facts["environment"][name] for name in MACHINE}
         config, _, _ = (facts[name] for name in ("config", "data_digest", "day"))
@@ -92,7 +92,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
             if there and same_place(os.path.join(facts["begun_in"], there), here):
                 saved = replace(saved, **{name: here})
     except checkpoint_files.UNREADABLE as error:
-        given = f"{path / FACTS} is damaged ({type(error).__name__}: {error})"
+        given = f"{path / FACTS_FILE} is damaged ({type(error).__name__}: {error})"
         raise UserError(f"{given}, expected what --checkpoint wrote: resume another") from error
     if workload.steps <= step:
         given = f"{path} is of step {step}, and --steps {workload.steps} leaves none to take"

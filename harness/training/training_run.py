@@ -39,7 +39,7 @@ from harness.steps import parallel
 from harness.steps.gpus import peak_tflops
 from harness.steps.power import PowerMeter
 from harness.steps.timing import peak_memory_bytes, reset_peak_memory
-from harness.training.resuming import COLUMNS
+from harness.training.resuming import STEP_LISTS
 from harness.training.run_text import opening, result_block, step_line
 from harness.training.saving import refuse_what_cannot_be_saved, save_model
 
@@ -74,8 +74,8 @@ class Run:
         self.facts = ModelFacts(model.config, workload)
         self.described = workload.as_record() | self.facts.counts() | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data
-        before = resumed or dict.fromkeys(COLUMNS, ())
-        columns = (list(before[column]) for column in COLUMNS)
+        before = resumed or dict.fromkeys(STEP_LISTS, ())
+        columns = (list(before[column]) for column in STEP_LISTS)
         self.losses, self.seconds, self.tokens, self.peaks, self.data_seconds = columns
         self.steps_before = len(self.losses)
         left = workload.steps - self.steps_before
@@ -152,7 +152,7 @@ class Run:
 
     def progress(self) -> dict:
         """Return what a run that goes on after these steps needs to know of them: `resumed`."""
-        columns = {column: getattr(self, column) for column in COLUMNS}
+        columns = {column: getattr(self, column) for column in STEP_LISTS}
         return columns | {"validation_loss_before": self.validation_before, "day": self.day}
 
     def finish(self) -> dict:

@@ -159,7 +159,7 @@ def fp8_casts_problem(tokens: int, columns: int, dtype: torch.dtype) -> Problem:
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {  # (tokens, size, dtype) -> Problem
-    "rmsnorm": partial(problem, rmsnorm.NORM, {"dx": ["dx"], "dW": ["dweight"]}, chunk=4096),
+    "rmsnorm": partial(problem, rmsnorm.RMSNORM, {"dx": ["dx"], "dW": ["dweight"]}, chunk=4096),
     "cross_entropy": partial(
         problem,
         cross_entropy.MEAN,

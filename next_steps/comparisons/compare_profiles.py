@@ -10,14 +10,14 @@ from harness.cli.command_line import UserError
 from harness.cli.output_files import check_outputs
 from harness.cli.workload import changes, kernels_in_words, model_line, size_in_words
 from harness.profiling.diagnose import counted, idle_us, judge_categories, replaced_by
-from harness.profiling.kernel_facts import FACTS
+from harness.profiling.kernel_facts import FACTS_BY_NAME
 from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
 from harness.records import run_records as records
 from harness.records.schema import is_list_of
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
-NAMED = 6  # operations that came or went
+MOST_NAMED = 6  # operations that came or went
 SAME_WORKLOAD = "model", "first_layers", "weights", "dtype", "data", "device"
 SAME_WORKLOAD += "batch_size", "seq_len", "accumulate"
 
@@ -69,8 +69,8 @@ def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) ->
     """Return the longest operations that the other profile does not have."""
     rows = [row for name, row in operations.items() if name not in others]
     rows.sort(key=lambda row: -row["us"])
-    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:NAMED]]
-    said += [f"{len(rows) - NAMED} more"] if len(rows) > NAMED else []
+    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:MOST_NAMED]]
+    said += [f"{len(rows) - MOST_NAMED} more"] if len(rows) > MOST_NAMED else []
     return f"{label} {', '.join(said) or 'nothing'}"
 
 
@@ -109,7 +109,7 @@ def main() -> None:
     args = parser.parse_args()
     check_outputs(args)
     paths = args.before, args.after
-    known = is_list_of(lambda name: name in [*FACTS])
+    known = is_list_of(lambda name: name in [*FACTS_BY_NAME])
     profiles = [records.read_record(path, "profile", kernels=known) for path in paths]
     print(render_comparison(*profiles))
     if args.plot:

@@ -34,7 +34,7 @@ from subjects.subject import run
 
 RUNS = 10 if HAS_GPU else 3  # of each launch; the interpreter takes seconds
 TOKENS = 512 if HAS_GPU else 2  # rows of the inputs
-PARAMETERS = 2**24 if HAS_GPU else 2**9
+N_PARAMETERS = 2**24 if HAS_GPU else 2**9
 MADE_OF_OTHERS = NORM_APART, SEPARATE, WIDE_MOMENTS  # they launch the kernels of other rows
 
 
@@ -83,7 +83,9 @@ def launch_all() -> None:
         large = HAS_GPU and spec.rate is BANDWIDTH
         sizes = tuple((each.gpu if large else each.cpu)[0] for each in spec.dimensions)
         size = sizes[0] if len(sizes) == 1 else sizes
-        rows = {"Tokens": TOKENS, "Parameters": PARAMETERS}.get(spec.rows, spec.tokens(HAS_GPU)[0])
+        rows = {"Tokens": TOKENS, "Parameters": N_PARAMETERS}.get(
+            spec.rows, spec.tokens(HAS_GPU)[0]
+        )
         problem = PROBLEMS[name](rows, size, torch.bfloat16)
         for implementation in CONTENDERS[name]("bf16").ours:
             if implementation.name not in MADE_OF_OTHERS:

@@ -113,7 +113,7 @@ def write(
     All processes call this function, each with its `share_of` the tensors.  The processes talk by
     `group`; a thread needs one that nothing else uses.
     """
-    path = Path(folder) / f"{checkpoint_files.NAMED}{facts['step']}"
+    path = Path(folder) / f"{checkpoint_files.CHECKPOINT_PREFIX}{facts['step']}"
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     first = not dist.is_initialized() or dist.get_rank() == 0
     try:

@@ -11,7 +11,7 @@ from harness.cli.flags import OF_FINETUNING, OF_LORA, OF_OPTIMIZED, OF_TRAINING,
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS
 
-MODEL = "ID|DIR|tiny"
+MODEL_METAVAR = "ID|DIR|tiny"
 FLAGS = without(OF_TRAINING, "--recompute", "--offload", "--parallel", *OF_LORA)
 FLAGS |= without(OF_FINETUNING, "--merge") | OF_OPTIMIZED
 FLAGS |= without(flags.of_kernels(KERNELS, default=",".join(PLAYBOOK_KERNELS)), "--fp8")
@@ -20,9 +20,9 @@ FLAGS |= {
         "the model that is distilled into --model; the loss is the reverse KL, and its kernel "
         "replaces cross_entropy and linear_cross_entropy",
         required=True,
-        metavar=MODEL,
+        metavar=MODEL_METAVAR,
     ),
-    "--model": row("the student (default: the teacher's model)", metavar=MODEL),
+    "--model": row("the student (default: the teacher's model)", metavar=MODEL_METAVAR),
     "--student-layers": row(
         "train the first N layers of --model (default: all; half if it is the teacher's model)",
         type=positive_int,

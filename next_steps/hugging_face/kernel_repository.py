@@ -26,7 +26,7 @@ from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import require_writable
 
 HERE = Path(__file__).parents[2]  # the tutorial's folder
-NAME = "finetuning-kernels"
+REPOSITORY_NAME = "finetuning-kernels"
 LAYERS = "next_steps.hugging_face.kernel_layers"
 BACKENDS = "cpu", "cuda", "rocm"  # on a CPU Triton's interpreter runs the kernels
 NAMESPACE = "tutorial::"  # of the tutorial's operators
@@ -117,11 +117,11 @@ def package_files(backend: str, version: int, license_id: str) -> dict[str, str]
         raise ValueError("two modules have one file name, expected a name each: rename one.")
     files["__init__.py"] = INIT.format(title=TITLE)
     sources = json.dumps([version, backend, sorted(files.items())])
-    identity = f"_{NAME.replace('-', '_')}_{backend}_{sha256(sources).hex()[:12]}"
+    identity = f"_{REPOSITORY_NAME.replace('-', '_')}_{backend}_{sha256(sources).hex()[:12]}"
     files = {name: text.replace(f'"{NAMESPACE}', f'"{identity}::') for name, text in files.items()}
     digests = {name: base64.b64encode(sha256(files[name])).decode() for name in sorted(files)}
     metadata = {
-        "name": NAME,
+        "name": REPOSITORY_NAME,
         "id": identity,
         "version": version,
         "license": license_id,
@@ -158,7 +158,7 @@ def make_repository(folder: Path, version: int = 1, license_id: str = "unknown")
         for name, text in package_files(backend, version, license_id).items():
             (variant / name).write_text(text)
     names = ", ".join(f"`{name}`" for name in layer_names())
-    words = {"name": NAME, "title": TITLE, "version": version, "license": license_id}
+    words = {"name": REPOSITORY_NAME, "title": TITLE, "version": version, "license": license_id}
     (folder / "README.md").write_text(CARD.format(**words, layers=names))
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     require_writable(str(args.folder), is_folder=True)
     make_repository(args.folder, args.version, args.license)
-    print(f"{args.folder}: {NAME}, version {args.version}, for {', '.join(BACKENDS)}")
+    print(f"{args.folder}: {REPOSITORY_NAME}, version {args.version}, for {', '.join(BACKENDS)}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from next_steps.memory.meta_step import run_step
 from next_steps.memory.peak_attribution import PARTS, TEMPORARY, account, kept_blocks
 
 CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
-TOP = 3
+MOST_MAKERS = 3
 
 
 def try_kernels(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
@@ -95,7 +95,7 @@ def moment_line(name: str, estimated: dict, n_layers: int) -> str:
     """Return when the peak is reached, and what made most of the loss and the temporaries."""
     largest = [
         f"{row['tensors']} of {operation}, {row['bytes'] / 1e6:,.1f} MB"
-        for operation, row in list(estimated["made_by"].items())[:TOP]
+        for operation, row in list(estimated["made_by"].items())[:MOST_MAKERS]
         if row["bytes"] > 1e-3 * estimated["peak_memory_bytes"]
     ]
     where = stage_in_words(estimated["phase"], estimated["layer"], n_layers)

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.model.families import FAMILIES
 from harness.model.patching import called_function
-from harness.profiling.kernel_facts import ROWS
+from harness.profiling.kernel_facts import KERNEL_ROWS
 from harness.steps.stepping import trained
 from next_steps.patches import apply_kernels
 
@@ -57,7 +57,7 @@ KINDS_OF_FUNCTIONS = [
     (apply_kernels.attend, "attention"),
     (apply_kernels.DecoderLayer.compute, "residual stream"),
     (apply_kernels.ForCausalLM.forward, LOSS),
-    *((pkgutil.resolve_name(f), kind) for row in ROWS for f, kind in row.allocates.items()),
+    *((pkgutil.resolve_name(f), kind) for row in KERNEL_ROWS for f, kind in row.allocates.items()),
 ]
 KIND_OF_CODE = {
     inspect.unwrap(called_function(function)).__code__: kind

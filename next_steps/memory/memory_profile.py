@@ -19,7 +19,7 @@ from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
 from harness.model.architecture import ModelFacts
-from harness.profiling.kernel_facts import KERNELS, PHASES, ROWS
+from harness.profiling.kernel_facts import KERNEL_ROWS, KERNELS, PHASES
 from harness.records import run_records
 from harness.steps import stepping
 from next_steps.memory import memory_ledger as books
@@ -30,8 +30,8 @@ from next_steps.patches.apply_kernels import make_optimizer
 from next_steps.patches.patched_model import load_patched
 from next_steps.patches.projections import layers_in_fp8
 
-TOP = 6  # groups of tensors in the table
-STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
+MOST_GROUPS = 6  # groups of tensors in the table
+N_STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
 
 def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Ledger) -> None:
@@ -77,7 +77,7 @@ def report(
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     warmup = workload.warmup
-    data = dataset.load_data(workload, try_kernels(workload), warmup + STEPS)
+    data = dataset.load_data(workload, try_kernels(workload), warmup + N_STEPS)
     model = load_patched(workload)
     ledger = Ledger(DEVICE)
     ledger.follow_gradients(model)
@@ -105,7 +105,7 @@ def report(
         "warmup_steps": warmup,
         "unobserved_peak_bytes": unobserved_peak,
         **found,
-        "largest": found["largest"][:TOP],
+        "largest": found["largest"][:MOST_GROUPS],
         "snapshot": snapshot_to,
         "snapshot_bytes": snapshot_bytes,
     }
@@ -127,7 +127,7 @@ LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 ADVICE = {
     books.PARAMETERS: (None, "every weight once, in --dtype"),
     books.STATE: (None, "AdamW's two moments of every weight, in --dtype or --moments"),
-    **{part: (row.name, how) for row in ROWS for part, how in row.memory.items()},
+    **{part: (row.name, how) for row in KERNEL_ROWS for part, how in row.memory.items()},
 }
 OF_SUMS = {
     books.GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")

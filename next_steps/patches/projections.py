@@ -139,8 +139,8 @@ class DecoderLayer(torch.nn.Module):
 
 
 FUSED = apply_kernels.CLASSES[apply_kernels.DecoderLayer]
-CLASSES = apply_kernels.in_families(DecoderLayer, FUSED, __name__)
-globals().update({cls.__name__: cls for cls in CLASSES.values()})
+FP8_CLASSES = apply_kernels.in_families(DecoderLayer, FUSED, __name__)
+globals().update({cls.__name__: cls for cls in FP8_CLASSES.values()})
 
 
 def takes_layer(layer: torch.nn.Module, dtype: torch.dtype) -> bool:
@@ -165,7 +165,7 @@ def fp8_layers(model: torch.nn.Module) -> torch.nn.Module:
     before `fully_shard`.
     """
     require_fp8()
-    layers, n_fp8, in_fp8 = model.model.layers, 0, CLASSES[family_of(model).model_type]
+    layers, n_fp8, in_fp8 = model.model.layers, 0, FP8_CLASSES[family_of(model).model_type]
     for layer in layers:
         if isinstance(layer, apply_kernels.DecoderLayer):
             like = next(layer.parameters())  # of the dtype and device that a call's input has
@@ -236,7 +236,7 @@ def without_fp8(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            layer.__class__ = CLASSES[kind]
+            layer.__class__ = FP8_CLASSES[kind]
 
 
 def require_fp8() -> None:

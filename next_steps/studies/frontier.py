@@ -30,11 +30,14 @@ from harness.records import run_records
 LEVELS = [*((level, False) for level in RECOMPUTE), (RECOMPUTE[-1], True)]
 GPU, CPU = True, False
 # (sequences, tokens in each, micro-batches); on a CPU for Triton's interpreter
-SIZES = {GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)), CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2))}
+FRONTIER_SIZES = {
+    GPU: ((1, 8192, 1), (4, 2048, 1), (1, 8192, 8)),
+    CPU: ((1, 8, 1), (2, 4, 1), (1, 4, 2)),
+}
 TIMED = 3  # steps after one to warm up; with several micro-batches one step is timed
 HEADERS = ["Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"]
 HEADERS += ["Better in both"]
-COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
+KERNEL_COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
 MARKERS = "osD^v"
 
 LENGTH_STEP = {GPU: 1024, CPU: 16}  # tokens: all lengths of --longest are multiples of it
@@ -63,7 +66,7 @@ def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
     from next_steps.patches.recompute import set_recompute
 
     model, _, optimizer = kernel_training.prepare(workload)
-    for (*shape, n), (level, offload) in itertools.product(SIZES[HAS_GPU], LEVELS):
+    for (*shape, n), (level, offload) in itertools.product(FRONTIER_SIZES[HAS_GPU], LEVELS):
         set_recompute(model, level, offload and HAS_GPU)
         batches = [random_batch(shape, model.config.vocab_size, DEVICE) for _ in range(n)]
         row = measure(model, optimizer, [batches[:2]], [batches] * (TIMED if n == 1 else 1))
@@ -160,7 +163,7 @@ def plot(record: dict, path: str) -> None:
         1, len(sizes), figsize=(5 * len(sizes), 5), layout="constrained", squeeze=False
     )
     for axis, size in zip(axes[0], sizes):
-        for kernels, colour in COLOURS.items():
+        for kernels, colour in KERNEL_COLOURS.items():
             rows = [r for r in record["rows"] if (r["size"], r["kernels"]) == (size, kernels)]
             measured = [row for row in rows if "step_ms" in row]
             ms = [row["step_ms"] for row in measured]
@@ -310,7 +313,7 @@ def main() -> None:
     workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
     if args.longest:
         return find_longest(workload, args.json)
-    largest = max(seq_len for _, seq_len, _ in SIZES[HAS_GPU])
+    largest = max(seq_len for _, seq_len, _ in FRONTIER_SIZES[HAS_GPU])
     measure_frontier(replace(workload, seq_len=largest), args.json, args.plot)
 
 

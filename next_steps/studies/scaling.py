@@ -38,11 +38,11 @@ HOW = {  # the settings of each of WAYS
     "liger": {"opponent": "liger"},
 }
 GPU, CPU = True, False
-SIZES = {
+SIZES_BY_DEVICE = {
     GPU: [Size(1, 512), Size(1, 1024), Size(1, 2048), Size(2, 2048), Size(4, 2048)],
     CPU: [Size(1, 4), Size(1, 8)],
 }
-STEPS = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
+STEPS_BY_DEVICE = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
 
 
 def measure(called: Callable, optimizer, size: Size, vocabulary: int) -> dict:
@@ -62,7 +62,7 @@ def measure(called: Callable, optimizer, size: Size, vocabulary: int) -> dict:
             [random_batch(shape, vocabulary, DEVICE) for _ in micro_batches] for _ in range(n_steps)
         ]
 
-    row = measured.measure(called, optimizer, *map(draw, STEPS[HAS_GPU]))
+    row = measured.measure(called, optimizer, *map(draw, STEPS_BY_DEVICE[HAS_GPU]))
     if "failure" in row:
         return row
     row["median_ms"] = statistics.median(row["step_ms"])
@@ -189,7 +189,7 @@ def main() -> None:
     from harness.cli.device import HAS_GPU
 
     workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
-    taken = args.sizes or SIZES[HAS_GPU]
+    taken = args.sizes or SIZES_BY_DEVICE[HAS_GPU]
     workload = replace(workload, batch_size=taken[-1].batch_size, seq_len=taken[-1].seq_len)
     measure_all(workload, args.json, args.ways, taken)
 

@@ -15,7 +15,7 @@ from harness.records.spread import overlap
 NOT_MEASURED = "n/a"
 # what --ways calls them: their names; Liger comes last, as its patch stays in the process
 WAYS = {"baseline": "baseline", "kernels": "all kernels", "fp8": IN_FP8, "liger": "Liger"}
-COLOURS = dict(zip(WAYS.values(), ("#777777", "#D55E00", "#009E73", "#0072B2")))
+WAY_COLOURS = dict(zip(WAYS.values(), ("#777777", "#D55E00", "#009E73", "#0072B2")))
 STYLES = "-", "--", ":", "-."  # of the lines of a record
 
 
@@ -205,7 +205,7 @@ def plot(records: list[dict], path: str) -> None:
             points = sorted((Size.of(row).tokens, 100 * exposed_share(row)) for row in rows)
             sizes |= {tokens for tokens, _ in points}
             label = f"{way}, {processes_of(record)}"
-            style_of_line = {"color": COLOURS[way], "linestyle": style, "marker": "o"}
+            style_of_line = {"color": WAY_COLOURS[way], "linestyle": style, "marker": "o"}
             axis.plot(*zip(*points) if points else ([], []), label=label, **style_of_line)
     axis.axhline(100 * EXPOSED_SHARE, color="black", linestyle="--", linewidth=1)
     axis.set_xscale("log", base=2)

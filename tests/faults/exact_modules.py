@@ -21,11 +21,11 @@ FAULTS = {
         ("patched class forgotten", "return package == of_class", "return True"),
     ],
     "test_what_transformers_leaves_behind_changes_nothing": [
-        ("recorders are somebody's hooks", 'startswith(EXEMPT)', "startswith(EXEMPT[1])"),
+        ("recorders are somebody's hooks", 'startswith(HARMLESS_HOOKS)', "startswith(HARMLESS_HOOKS[1])"),
     ],
     "test_a_unit_of_fully_shard_is_unchanged_and_its_weight_is_no_matrix": [
         ("class of fully_shard", "if cls.__bases__[0] is FSDPModule", "if False"),
-        ("hooks of fully_shard are somebody's", 'startswith(EXEMPT)', "startswith(EXEMPT[0])"),
+        ("hooks of fully_shard are somebody's", 'startswith(HARMLESS_HOOKS)', "startswith(HARMLESS_HOOKS[0])"),
         ("a share of a weight is a matrix", "type(module) is torch.nn.Linear", "class_of(module) is torch.nn.Linear"),
     ],
 }  # fmt: skip
