@@ -29,7 +29,7 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_tables import render
 from harness.cli import command_line
 from harness.cli.command_line import UserError
-from harness.cli.flags import Parser, row
+from harness.cli.flags import FlagParser, row
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import write_record
 from next_steps.comparisons.benchmark_runs import (
@@ -140,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
         "--json": row("write the measurements as a JSON record", metavar="FILE"),
         "--plot": row("write latency and bandwidth over tokens as a picture", metavar="FILE.png"),
     }
-    args = Parser(__doc__, table).parse_args()
+    args = FlagParser(__doc__, table).parse_args()
     if reason := refusal(args.kernel, args.dtype):
         raise UserError(reason)
     refuse_unused(args)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.cli import command_line
-from harness.cli.flags import OF_PROFILER, OF_TRAINING, Parser, of_kernels
+from harness.cli.flags import OF_PROFILER, OF_TRAINING, FlagParser, of_kernels
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import NO_GPU_NOTE, title
 from harness.cli.workload import Workload, workload_line
@@ -180,7 +180,7 @@ def render(record: dict) -> str:
 
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
-    args = Parser(__doc__, FLAGS).parse_args(arguments)
+    args = FlagParser(__doc__, FLAGS).parse_args(arguments)
     wanted = {"rmsnorm": args.use_custom_rmsnorm, "cross_entropy": args.use_custom_ce}
     args.kernels = [name for name in KERNELS if name in args.kernels or wanted.get(name)]
     return args

@@ -33,5 +33,5 @@ def trains_otherwise(args: argparse.Namespace, workload: Workload, name: str) ->
         return False
     from next_steps.finetuning import kernel_training
 
-    kernel_training.train(workload, args.json, args.save, name, checkpoints)
+    kernel_training.train_with_kernels(workload, args.json, args.save, name, checkpoints)
     return True

@@ -49,7 +49,7 @@ from next_steps.comparisons import benchmark_problems as problems
 from next_steps.comparisons import sweep
 from next_steps.comparisons.benchmark_contenders import CONTENDERS, implementations
 from next_steps.comparisons.benchmark_problems import PROBLEMS
-from next_steps.comparisons.benchmark_runs import number_list, sizes_of
+from next_steps.comparisons.benchmark_runs import benchmark_sizes, number_list
 from next_steps.lessons.fp8_casts import swiglu_fp8_backward_reference, swiglu_fp8_reference
 from next_steps.lessons.fp8_kernel import quantize_rows_reference
 from next_steps.lessons.rope_kernel import rope_backward, rope_forward
@@ -368,10 +368,10 @@ def test_each_kernel_is_measured_at_each_of_its_sizes(finished, run_script, monk
 def test_kernel_may_have_several_sizes_unless_told(monkeypatch):
     dimension = benchmark_specs.Dimension("v", (30, 60), (5,), "vocab")
     monkeypatch.setitem(SPECS, "two", SimpleNamespace(dimensions=(dimension,)))
-    assert sizes_of("two", SimpleNamespace(vocab=None), on_gpu=True) == [30, 60]
-    assert sizes_of("two", SimpleNamespace(vocab=None), on_gpu=False) == [5]
-    assert sizes_of("two", SimpleNamespace(vocab=[7]), on_gpu=True) == [7]
-    assert sizes_of("cross_entropy", SimpleNamespace(vocab=None), on_gpu=True) == [128_256]
+    assert benchmark_sizes("two", SimpleNamespace(vocab=None), on_gpu=True) == [30, 60]
+    assert benchmark_sizes("two", SimpleNamespace(vocab=None), on_gpu=False) == [5]
+    assert benchmark_sizes("two", SimpleNamespace(vocab=[7]), on_gpu=True) == [7]
+    assert benchmark_sizes("cross_entropy", SimpleNamespace(vocab=None), on_gpu=True) == [128_256]
 
 
 @pytest.mark.usefixtures("rates")

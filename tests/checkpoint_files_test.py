@@ -148,7 +148,7 @@ def test_what_a_checkpoint_lists_cannot_be_a_file_elsewhere(saved):
     outside = saved.parent / "outside"
     outside.write_text("there")
     listed = json.loads((saved / CHECKSUMS).read_text())
-    listed["../../outside"] = [5, checkpoint_files.digest(outside)]
+    listed["../../outside"] = [5, checkpoint_files.file_digest(outside)]
     (saved / CHECKSUMS).write_text(json.dumps(listed))
     with pytest.raises(UserError, match="does not list the files of a checkpoint"):
         checkpoint_files.require_undamaged(saved)
@@ -195,15 +195,15 @@ def test_a_large_file_is_digested_in_pieces_and_in_their_order(tmp_path, monkeyp
     digests = set()
     for content in (b"", b"aaaabbbb", b"bbbbaaaa", b"aaaabbb", b"aaaabbbbc"):
         (tmp_path / "file").write_bytes(content)
-        digests.add(checkpoint_files.digest(tmp_path / "file"))
+        digests.add(checkpoint_files.file_digest(tmp_path / "file"))
     assert len(digests) == 5
 
 
 def read_in(rank, device, path: Path) -> tuple[str, list[str], dict[str, list[str]]]:
     """Return what this process is told, which files it has read, and what it writes itself."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    digest, read, said = checkpoint_files.digest, [], ""
-    checkpoint_files.digest = lambda file: read.append(file.name) or digest(file)
+    digest, read, said = checkpoint_files.file_digest, [], ""
+    checkpoint_files.file_digest = lambda file: read.append(file.name) or digest(file)
     try:
         checkpoint_files.require_undamaged(path)
     except UserError as refused:
@@ -299,7 +299,7 @@ def test_a_run_killed_beside_its_writer_goes_on_to_the_bit(trained, tmp_path, se
         resume = str(folder) if taken[-1] else None
         asked = Checkpoints(str(folder), 1, resume, keep=2)
         late = choose.uniform(0, 0.1)
-        child = started(partial(kernel_training.train, workload, checkpoints=asked))
+        child = started(partial(kernel_training.train_with_kernels, workload, checkpoints=asked))
         while steps_in(folder) < taken[-1] + more or not list(folder.glob(".unfinished-*")):
             assert child.is_alive()
             time.sleep(0.001)
@@ -364,7 +364,7 @@ def test_a_thread_that_cannot_write_ends_the_run_with_a_sentence(tmp_path):
     def train():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        kernel_training.train(
+        kernel_training.train_with_kernels(
             tiny_workload(*SMALL), checkpoints=Checkpoints(str(tmp_path / "kept"), 5)
         )
 

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 import finetune_baseline
 from harness.cli import tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import Parser
+from harness.cli.flags import FlagParser
 from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
@@ -219,7 +219,7 @@ def test_a_run_says_who_taught_whom(distilled):
 
 def workload_of(*flags: str) -> Workload:
     """What the command makes of these flags."""
-    return Workload.from_flags(Parser("", distill.FLAGS).parse_args([*SMALL, *flags]), HAS_GPU)
+    return Workload.from_flags(FlagParser("", distill.FLAGS).parse_args([*SMALL, *flags]), HAS_GPU)
 
 
 def test_the_student_begins_as_the_teachers_first_layers(small_model):

@@ -197,7 +197,7 @@ def without(rule: flags.Rule) -> Iterator[list[flags.Rule]]:
 
 def parsed(command: str, typed) -> argparse.Namespace:
     script, words = typed(command)
-    return flags.Parser("", TABLES[script]).parse_args(words)
+    return flags.FlagParser("", TABLES[script]).parse_args(words)
 
 
 def test_no_part_of_a_rule_could_be_left_out(typed, monkeypatch):
@@ -252,12 +252,12 @@ def test_what_was_a_flag_is_answered_with_its_command(flag, command):
     said = f"{flag} is no flag but a command of its own: python -m {command}"
     for script in (finetune_optimized, profile_baseline):
         with pytest.raises(UserError, match=said):
-            flags.Parser("", TABLES[script]).parse_args([flag, "value", "--unknown"])
+            flags.FlagParser("", TABLES[script]).parse_args([flag, "value", "--unknown"])
     assert callable(importlib.import_module(command.split()[0]).main)
 
 
 def test_a_flag_counts_as_given_when_its_value_is_the_default(typed):
-    args = flags.Parser("", flags.OF_TRAINING).parse_args(
+    args = flags.FlagParser("", flags.OF_TRAINING).parse_args(
         ["--seed", "0", "--data=stdlib", "--random-init"]
     )
     assert args.given == {"seed", "data", "random_init"} and args.batch_size == 1

@@ -8,7 +8,7 @@ import pytest
 from harness.cli.device import HAS_GPU
 from next_steps.layers import fp8_layer, frozen_fp8
 from next_steps.studies import fp8_accuracy
-from next_steps.studies.fp8_accuracy import more_steps, row_of
+from next_steps.studies.fp8_accuracy import more_steps, table_row
 from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import tiny_workload
 from tests.warm_processes import forks
@@ -37,12 +37,12 @@ def test_a_row_has_means_and_extremes_of_pairs_of_the_same_seed():
         return {"curve": [5.0, 4.0, 3.0, last], "median_seconds": seconds}
 
     first, second = [run(2.5), run(2.0)], [run(2.75, 0.05), run(1.9, 0.05)]
-    row = row_of("fp8 all", second, first, 10)
+    row = table_row("fp8 all", second, first, 10)
     assert row[:5] == ["fp8 all", "2.3250", "+0.0750", "-0.1000", "+0.2500"]
     assert row[5:] == ["2.5", "<= 0.0", "5.0", "50.0"]
-    assert row_of("bf16", first, first, 10) == ["bf16", "2.2500", *[""] * 6, "100.0"]
+    assert table_row("bf16", first, first, 10) == ["bf16", "2.2500", *[""] * 6, "100.0"]
     untimed = [run | {"median_seconds": None} for run in second]
-    assert row_of("fp8 all", untimed, first, 10) == [*row[:-1], "n/a"]
+    assert table_row("fp8 all", untimed, first, 10) == [*row[:-1], "n/a"]
 
 
 def test_what_validating_as_it_trains_adds_is_said_for_each_way():
@@ -116,7 +116,7 @@ def trained_elsewhere(workload, every):
 
 
 def test_jobs_give_records_in_order_and_without_times(monkeypatch):
-    monkeypatch.setattr(fp8_accuracy, "train", trained_elsewhere)
+    monkeypatch.setattr(fp8_accuracy, "loss_curve", trained_elsewhere)
     monkeypatch.setattr(fp8_accuracy.multiprocessing, "get_context", {"spawn": forks()}.get)
     workloads = [replace(tiny_workload(), seed=seed) for seed in range(3)]
     alone, beside = (list(fp8_accuracy.train_all(workloads, 1, jobs)) for jobs in (1, 2))

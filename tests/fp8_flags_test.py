@@ -7,7 +7,7 @@ import pytest
 import finetune_optimized
 import profile_baseline
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import Parser
+from harness.cli.flags import FlagParser
 from harness.cli.workload import Workload
 from harness.model import loading
 from harness.training import resuming
@@ -22,7 +22,7 @@ FP8 = ["--kernels", "all", "--fp8"]
 
 
 def workload_of(*flags: str, on_gpu: bool = HAS_GPU) -> Workload:
-    args = Parser("", finetune_options.OPTIMIZED).parse_args([*flags])
+    args = FlagParser("", finetune_options.OPTIMIZED).parse_args([*flags])
     return Workload.from_flags(args, on_gpu)
 
 

@@ -265,7 +265,7 @@ def test_one_digest_for_both_ways_and_another_beside_plain_weights(small_model):
     digests, kinds = [], []
     for flags in (["--fp8"], ["--fp8", "compact"], []):
         workload = workload_of(*LORA, *flags)
-        digests.append(adapters.frozen_digest(patched_model.load(workload)))
+        digests.append(adapters.frozen_digest(patched_model.load_with_adapters(workload)))
         kinds.append(adapters.kept_as(workload))
     assert digests[0] == digests[1] != digests[2]
     assert kinds[0] == kinds[1] != kinds[2]

@@ -44,7 +44,7 @@ def test_a_graph_of_a_pages_own_step_is_handed_over(run_script, monkeypatch, scr
     monkeypatch.setattr(
         kernel_training, "Run", lambda n, w, *rest, **more: SimpleNamespace(name=n, workload=w)
     )
-    monkeypatch.setattr(kernel_training, "take_steps", take_steps)
+    monkeypatch.setattr(kernel_training, "take_all_steps", take_steps)
     outcome = run_script(script, *SMALL, "--cuda-graph")
     assert (outcome.code, outcome.err) == (0, "") and started == [expected]
 
@@ -83,7 +83,7 @@ def test_torchaos_float8_is_in_the_layers_projections_alone(monkeypatch, small_m
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
     workload = replace(small_workload(), opponent=f"torchao-{recipe}")
-    model, called, _ = opponent_models.prepare(workload)
+    model, called, _ = opponent_models.prepare_opponent(workload)
     found = [name for name, module in model.named_modules() if isinstance(module, float8)]
     assert len(found) == 7 * len(model.model.layers)
     assert all(name.startswith("model.layers.") and name.endswith("_proj") for name in found)
@@ -101,7 +101,7 @@ def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, smal
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     adapters = "--lora-rank", "4", "--lora-targets", "attention"
     plain = small_workload(*adapters)
-    model, *_ = opponent_models.prepare(replace(plain, opponent=f"torchao-{recipe}"))
+    model, *_ = opponent_models.prepare_opponent(replace(plain, opponent=f"torchao-{recipe}"))
     found = [name for name, module in model.named_modules() if isinstance(module, float8)]
     beside = [name for name in found if name.endswith("_proj.base_layer")]
     n_layers = len(model.model.layers)
@@ -114,7 +114,7 @@ def test_torchaos_float8_leaves_adapters_alone_and_trains_them(monkeypatch, smal
         return
     loss = model(input_ids=ids, labels=ids).loss
     assert len(called) == len(beside), "peft calls what stands in its base layer"
-    unlike = opponent_models.patched_model.load(plain)(input_ids=ids, labels=ids).loss
+    unlike = opponent_models.patched_model.load_with_adapters(plain)(input_ids=ids, labels=ids).loss
     assert loss != unlike and abs(loss - unlike) < 0.1
     loss.backward()
     graded = {name for name, p in model.named_parameters() if p.grad is not None}

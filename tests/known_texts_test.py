@@ -11,7 +11,7 @@ from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from harness.model.families import FAMILIES
-from harness.model.known_texts import digest, is_known_text
+from harness.model.known_texts import is_known_text, source_digest
 from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.patches.apply_kernels import apply_kernels, stands_for
 from next_steps.patches.recompute import set_recompute
@@ -81,8 +81,8 @@ def test_a_kernel_named_alone_is_left_out_too(tmp_path, monkeypatch):
 def test_another_layout_is_no_new_text(tmp_path):
     forward = modeling_llama.LlamaMLP.forward
     again = new_version(forward, "return ", '"""Said."""\n\n    return  ', tmp_path)
-    assert digest(again) != digest(forward)  # a text that is no docstring
+    assert source_digest(again) != source_digest(forward)  # a text that is no docstring
     again = new_version(
         forward, "(self, x):", '(\n  self, x\n):\n    """Said."""  # no more', tmp_path
     )
-    assert digest(again) == digest(forward)
+    assert source_digest(again) == source_digest(forward)

@@ -11,7 +11,7 @@ import finetune_optimized
 import profile_baseline
 from harness.cli import command_line, tables
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import OPPONENTS, Parser
+from harness.cli.flags import OPPONENTS, FlagParser
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
@@ -186,7 +186,7 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     assert calls[2:] == [call for call in expected if has_gpu or "--cuda-graph" not in call]
     for script, *flags in calls[2:]:
         if script in FLAGS:  # and takes what it is given
-            Parser("", FLAGS[script]).parse_args([*TINY, "--dtype", "bf16", *flags])
+            FlagParser("", FLAGS[script]).parse_args([*TINY, "--dtype", "bf16", *flags])
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
@@ -249,7 +249,7 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_valida
     monkeypatch.setattr(ladder, "run_script", run_script)
     # Liger-Kernel would stay patched into transformers for later tests, and compiling takes a
     # minute: kernel_training_test.py has the opponents
-    monkeypatch.setattr(opponent_models, "train", absent_opponent)
+    monkeypatch.setattr(opponent_models, "train_opponent", absent_opponent)
     path = tmp_path / "ladder.json"
     monkeypatch.setattr("sys.argv", ["ladder.py", *SMALL, "--json", str(path)])
     ladder.main()

@@ -50,7 +50,7 @@ def test_waiting_for_slow_data_is_in_the_steps_time_and_said(slow, capsys):
     run = training_run.Run("Slow", workload, model)
     if slow:
         run.data = replace(run.data, train=SlowBatches(**vars(run.data.train)))
-    record = kernel_training.take_steps(run, torch.optim.SGD(model.parameters(), lr=1e-30))
+    record = kernel_training.take_all_steps(run, torch.optim.SGD(model.parameters(), lr=1e-30))
     assert len(record["data_seconds"]) == 6 and record["data_seconds"][-1] < SlowBatches.SECONDS
     for waited, seconds in zip(record["data_seconds"], record["seconds"]):
         assert 0 <= waited < seconds

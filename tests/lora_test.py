@@ -62,7 +62,9 @@ def without_zeros(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def adapted(*flags: str) -> torch.nn.Module:
-    return without_zeros(uneven_norms(patched_model.load(tiny_workload(*RANK, *flags))))
+    return without_zeros(
+        uneven_norms(patched_model.load_with_adapters(tiny_workload(*RANK, *flags)))
+    )
 
 
 # ---------------------------------------------------------------- what is trained
@@ -71,7 +73,7 @@ def adapted(*flags: str) -> torch.nn.Module:
 @pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
 def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
-    model, plain = patched_model.load(workload), loading.load_model(tiny_workload())
+    model, plain = patched_model.load_with_adapters(workload), loading.load_model(tiny_workload())
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert names == set(adapter_config.projections(targets))
     n_trained = sum(p.numel() for p in stepping.trained(model))
@@ -88,7 +90,8 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_adapters_have_the_models_dtype_and_are_the_same_for_a_seed(dtype):
     first, again, other = (
-        patched_model.load(tiny_workload(*RANK, "--dtype", dtype, "--seed", seed)) for seed in "778"
+        patched_model.load_with_adapters(tiny_workload(*RANK, "--dtype", dtype, "--seed", seed))
+        for seed in "778"
     )
     assert {p.dtype for p in first.parameters()} == {architecture.TORCH_DTYPES[dtype]}
     names = [n for n, p in first.named_parameters() if "lora_A" in n]
@@ -112,7 +115,7 @@ def test_the_learning_rate_is_ten_times_that_of_full_fine_tuning():
 @pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
 def test_flops_are_what_pytorch_counts(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
-    model = patched_model.load(workload)
+    model = patched_model.load_with_adapters(workload)
     model.config._attn_implementation = "eager"  # its products are visible to the counter
     ids = torch.zeros(2, 64, dtype=torch.int64, device=DEVICE)
     with FlopCounterMode(display=False) as counter:
@@ -228,7 +231,9 @@ def base(tmp_path) -> str:
 def adapter(base, tmp_path) -> Path:
     """The folder of adapters beside that model."""
     folder, workload = tmp_path / "adapter", tiny_workload("--model", base, *RANK)
-    saving.save_model(without_zeros(patched_model.load(workload)), workload, str(folder))
+    saving.save_model(
+        without_zeros(patched_model.load_with_adapters(workload)), workload, str(folder)
+    )
     return folder
 
 
@@ -292,10 +297,12 @@ def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said, cap
     workload = tiny_workload("--model", base, "--adapter", str(tmp_path / "theirs"))
     assert (workload.lora_rank, workload.lora_alpha) == (3, 5.0)
     assert workload.lora_targets == said
-    torch.testing.assert_close(logits_of(patched_model.load(workload)), logits_of(theirs))
+    torch.testing.assert_close(
+        logits_of(patched_model.load_with_adapters(workload)), logits_of(theirs)
+    )
     assert "Note" not in capsys.readouterr().out
     change_json(tmp_path / "theirs" / CONFIG, of_a_newer_peft=True)
-    patched_model.load(workload)
+    patched_model.load_with_adapters(workload)
     assert "has of_a_newer_peft, which this version of peft does not" in capsys.readouterr().out
 
 
@@ -357,7 +364,9 @@ def test_what_peft_saved_is_judged_by_the_models_name(base, tmp_path, capsys, na
     theirs.save_pretrained(tmp_path / "theirs")
     model = of_same_shapes(tmp_path) if named == "another path" else base
     capsys.readouterr()
-    patched_model.load(tiny_workload("--model", model, "--adapter", str(tmp_path / "theirs")))
+    patched_model.load_with_adapters(
+        tiny_workload("--model", model, "--adapter", str(tmp_path / "theirs"))
+    )
     said = capsys.readouterr().out
     assert (f"and nothing tells whether {model} has the same\n" in said) == noted
     assert noted or not said
@@ -369,11 +378,13 @@ def test_an_adapter_of_4_bit_weights_goes_onto_the_model_they_were_made_of(base,
     capsys.readouterr()
     flags = ["--model", base, "--adapter", str(folder)]
     for how in ([], ["--quantize", "nf4"]):
-        patched_model.load(tiny_workload(*flags, *how))
+        patched_model.load_with_adapters(tiny_workload(*flags, *how))
     assert not capsys.readouterr().out
     with pytest.raises(UserError, match="beside other weights"):
         other = of_same_shapes(folder.parent)
-        patched_model.load(tiny_workload("--model", other, *flags[2:], "--quantize", "nf4"))
+        patched_model.load_with_adapters(
+            tiny_workload("--model", other, *flags[2:], "--quantize", "nf4")
+        )
 
 
 @pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
@@ -395,7 +406,9 @@ def test_a_save_is_the_old_or_the_new_adapter_or_none(tmp_path):
 
     def adapted_model(rank: str, seed: str) -> tuple[Workload, torch.nn.Module]:
         workload = tiny_workload("--lora-rank", rank, "--seed", seed)
-        return workload, patched_model.load(workload).cpu()  # a forked process cannot use the GPU
+        return workload, patched_model.load_with_adapters(
+            workload
+        ).cpu()  # a forked process cannot use the GPU
 
     old, new, more = adapted_model("2", "0"), adapted_model("3", "0"), adapted_model("2", "1")
     for (workload, model), expected in ((new, {2, 3, None}), (more, {2})):

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 import profile_baseline
-from harness.cli.flags import Parser
+from harness.cli.flags import FlagParser
 from harness.cli.workload import Workload
 from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
@@ -40,7 +40,7 @@ TINY = "--model tiny --dtype fp32 --seq-len 8 --steps 3"
 def workload_of(script: str, flags: list[str]) -> Workload:
     """As the script reads it on a GPU."""
     profiled = script == PROFILE
-    parse = profile_baseline.parse_args if profiled else Parser("", FLAGS[script]).parse_args
+    parse = profile_baseline.parse_args if profiled else FlagParser("", FLAGS[script]).parse_args
     return Workload.from_flags(parse(flags), on_gpu=True)
 
 

@@ -20,7 +20,7 @@ import torch
 
 from harness.cli import tables
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import Parser
+from harness.cli.flags import FlagParser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -281,9 +281,9 @@ def test_the_largest_tensors_are_named():
 def record(tmp_path_factory) -> dict:
     """Of a run, as it is in the file."""
     file = tmp_path_factory.mktemp("memory") / "record.json"
-    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args(TINY), HAS_GPU)
+    workload = Workload.from_flags(FlagParser("", profile.FLAGS).parse_args(TINY), HAS_GPU)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        memory_profile.report(workload, record_to=str(file))
+        memory_profile.report_memory(workload, record_to=str(file))
     record = run_records.read_record(str(file), "memory")
     assert memory_profile.render(record) in printed.getvalue()
     assert printed.getvalue().startswith(tables.NO_GPU_NOTE) == (not HAS_GPU)
@@ -352,8 +352,10 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
     shape = ["--batch-size", "4", "--seq-len", "1024", "--kernels", kernels]
     snapshot, file = tmp_path / "step.pickle", tmp_path / "record.json"
     flags = ["--model", str(tmp_path), "--random-init"]
-    workload = Workload.from_flags(Parser("", profile.FLAGS).parse_args([*flags, *shape]), HAS_GPU)
-    memory_profile.report(workload, record_to=str(file), snapshot_to=str(snapshot))
+    workload = Workload.from_flags(
+        FlagParser("", profile.FLAGS).parse_args([*flags, *shape]), HAS_GPU
+    )
+    memory_profile.report_memory(workload, record_to=str(file), snapshot_to=str(snapshot))
     record = json.loads(file.read_text())
     peak = record["peak_memory_bytes"]
     assert peak > 1e9 and record["parts"][WORKSPACES] > 0

@@ -45,7 +45,7 @@ def save_checkpoint(folder, model, optimizer, step: int) -> Path:
 def load_newest(folder: Path, **options) -> tuple:
     """Return a model and its optimizer that have taken no step and were filled from a folder."""
     model, optimizer = training(**options)
-    checkpoint.load(model, optimizer, resuming.newest(folder), {})
+    checkpoint.load_checkpoint(model, optimizer, resuming.newest(folder), {})
     return model, optimizer
 
 

@@ -87,7 +87,7 @@ def trained(monkeypatch, little_validation):
     def train(
         workload: Workload, checkpoints: Checkpoints = kernel_training.NO_CHECKPOINTS
     ) -> dict:
-        record = kernel_training.train(workload, checkpoints=checkpoints)
+        record = kernel_training.train_with_kernels(workload, checkpoints=checkpoints)
         tensors = checkpoint.tensors_of(*made)
         states = {
             f"{name}.{key}": t
@@ -207,9 +207,11 @@ def test_a_graph_goes_on_where_single_launches_ended(trained, ended_after, tmp_p
 
 
 def forget_moments(monkeypatch):
-    load = checkpoint.load
+    load = checkpoint.load_checkpoint
     monkeypatch.setattr(
-        checkpoint, "load", lambda *given: load(*given) or checkpoint.make_states(given[1])
+        checkpoint,
+        "load_checkpoint",
+        lambda *given: load(*given) or checkpoint.make_states(given[1]),
     )
 
 

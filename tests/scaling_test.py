@@ -17,7 +17,7 @@ from harness.steps import parallel
 from next_steps.finetuning import kernel_training
 from next_steps.patches import projections
 from next_steps.studies import scaling, scaling_tables
-from next_steps.studies.scaling_tables import Size
+from next_steps.studies.scaling_tables import StepSize
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
@@ -25,7 +25,7 @@ from tests.warm_processes import torchrun
 
 def row(way, batch_size, seq_len, ms, exposed_ms=None, gb=50, accumulate=1) -> dict:
     """A step's time varies by a tenth; twice what is exposed is sent."""
-    found = {"way": way, **Size(batch_size, seq_len, accumulate).as_record()}
+    found = {"way": way, **StepSize(batch_size, seq_len, accumulate).as_record()}
     found |= {"median_ms": ms, "p20_ms": 0.95 * ms, "p80_ms": 1.05 * ms, "step_ms": [ms]}
     found["tokens_per_second_per_gpu"] = 1e3 * batch_size * seq_len * accumulate / ms
     found["peak_memory_bytes"] = gb * 1e9
@@ -152,19 +152,19 @@ def test_flags_without_effect_are_refused(run_script, tmp_path):
 
 
 def measured_as(monkeypatch, outcomes) -> list:
-    """`measure` of made-up outcomes; the models that it was called with, weakly."""
+    """`measure_size` of made-up outcomes; the models that it was called with, weakly."""
     seen = []
 
     def measure(called, *rest):
         seen.append(weakref.ref(called))
         return outcomes(len(seen))
 
-    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(scaling, "measure_size", measure)
     monkeypatch.setattr("harness.profiling.profiler.measure_ceilings", lambda dtype: {})
     return seen
 
 
-SIZES = Size(1, 4), Size(1, 8)
+SIZES = StepSize(1, 4), StepSize(1, 8)
 
 
 def tiny() -> Workload:
@@ -181,7 +181,7 @@ def test_a_record_is_kept_after_each_row(monkeypatch, small_model, tmp_path):
 
     measured_as(monkeypatch, stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
-        scaling.measure_all(tiny(), str(path), ["baseline"], SIZES)
+        scaling.measure_ways(tiny(), str(path), ["baseline"], SIZES)
     assert len(json.loads(path.read_text())["rows"]) == 1
 
 
@@ -190,15 +190,15 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
 ):
     path, alive = tmp_path / "record.json", []
     seen = measured_as(monkeypatch, lambda number: {"failure": "the GPU's memory"})
-    prepare = kernel_training.prepare
+    prepare = kernel_training.prepare_kernels
 
     def count(workload):
         alive.append(sum(each() is not None for each in seen))
         return prepare(workload)
 
-    monkeypatch.setattr(kernel_training, "prepare", count)
+    monkeypatch.setattr(kernel_training, "prepare_kernels", count)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
-    scaling.measure_all(tiny(), str(path), ["baseline", "kernels", "liger"], SIZES)
+    scaling.measure_ways(tiny(), str(path), ["baseline", "kernels", "liger"], SIZES)
     found = json.loads(path.read_text())
     assert [each["way"] for each in found["rows"]] == ["baseline", "all kernels"]
     assert alive == [0, 0]
@@ -209,7 +209,7 @@ def test_larger_sizes_are_left_out_and_a_models_memory_is_free_for_the_next(
 def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_out(
     monkeypatch, small_model, tmp_path
 ):
-    prepare, out = kernel_training.prepare, torch.OutOfMemoryError("CUDA out of memory.")
+    prepare, out = kernel_training.prepare_kernels, torch.OutOfMemoryError("CUDA out of memory.")
 
     def fill_memory(workload):
         if not workload.fp8:
@@ -217,9 +217,9 @@ def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_
         return prepare(workload)
 
     measured_as(monkeypatch, None)
-    monkeypatch.setattr(kernel_training, "prepare", fill_memory)
+    monkeypatch.setattr(kernel_training, "prepare_kernels", fill_memory)
     monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
-    scaling.measure_all(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES)
+    scaling.measure_ways(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES)
     found = json.loads((tmp_path / "record.json").read_text())
     too_large = {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
     assert found["rows"] == [{"way": "all kernels", **too_large}]
@@ -232,12 +232,12 @@ def test_each_size_finds_out_anew_whether_codes_fit(monkeypatch, small_model):
     begun, begin = [], projections.KeptCodes.begin
     counted = lambda self: begun.append(self) or begin(self)  # noqa: E731
     monkeypatch.setattr(projections.KeptCodes, "begin", counted)
-    monkeypatch.setattr(scaling, "measure", lambda *args: {"begun": len(begun)})
+    monkeypatch.setattr(scaling, "measure_size", lambda *args: {"begun": len(begun)})
     rows = scaling.rows_of(replace(tiny(), **scaling.HOW["fp8"]), SIZES, {})
     assert [each["begun"] for each in rows] == [2, 3]
 
 
-GIVEN = Size(1, 4), Size(1, 4, 2), Size(1, 8)
+GIVEN = StepSize(1, 4), StepSize(1, 4, 2), StepSize(1, 8)
 TAKEN = [(way, size) for way in ("baseline", "all kernels", IN_FP8) for size in GIVEN]
 
 
@@ -261,12 +261,12 @@ def by_one(tmp_path_factory) -> str:
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_one, way):
     one, two = by_one, measure_by(2, tmp_path / "two.json", "--parallel", way)
-    records = scaling_tables.read([one, two])
+    records = scaling_tables.read_scaling([one, two])
     assert [each["world_size"] for each in records] == [1, 2]
     assert records[1]["parallel"] == way
     for each in records:
         rows = [r for r in each["rows"] if r["way"] != "Liger"]
-        assert [(r["way"], Size.of(r)) for r in rows] == TAKEN
+        assert [(r["way"], StepSize.of(r)) for r in rows] == TAKEN
         for r in rows:
             assert len(r["step_ms"]) == scaling.STEPS_BY_DEVICE[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
@@ -276,9 +276,9 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
 
 def test_the_slowest_process_counts(monkeypatch, small_model):
     """Two processes by name; the other one's numbers are made up."""
-    model, called, optimizer = kernel_training.prepare(tiny())
+    model, called, optimizer = kernel_training.prepare_kernels(tiny())
     monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(1e5 + each for each in own)])
-    found = scaling.measure(called, optimizer, Size(1, 4), model.config.vocab_size)
+    found = scaling.measure_size(called, optimizer, StepSize(1, 4), model.config.vocab_size)
     assert all(1e5 < ms < 2e5 for ms in found["step_ms"])
 
 
@@ -290,7 +290,7 @@ def test_processes_take_different_sequences_of_one_model(monkeypatch, small_mode
         weights.append(called.model.embed_tokens.weight.sum().item())
         return {"failure": "the GPU's memory"}
 
-    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.setattr(scaling, "measure_size", measure)
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         list(scaling.rows_of(tiny(), SIZES, {}))

@@ -49,7 +49,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     process ignores fsdp and ddp.
     """
     from harness.cli.device import HAS_GPU
-    from harness.cli.flags import Parser
+    from harness.cli.flags import FlagParser
     from harness.cli.workload import Workload
     from next_steps.finetuning import kernel_training
 
@@ -60,10 +60,10 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags += ["--parallel", way] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
-    args = Parser("", finetune_options.OPTIMIZED).parse_args([*TINY, "--seq-len", "8", *flags])
+    args = FlagParser("", finetune_options.OPTIMIZED).parse_args([*TINY, "--seq-len", "8", *flags])
     workload = Workload.from_flags(args, HAS_GPU)
     with exact() if kernels == "exact" else contextlib.nullcontext():
-        kernel_training.train(workload, f"{folder}/{case}.json", f"{folder}/{case}")
+        kernel_training.train_with_kernels(workload, f"{folder}/{case}.json", f"{folder}/{case}")
 
 
 def fail(how: str) -> None:

@@ -76,7 +76,7 @@ def test_adapters_have_the_models_dtype(data):
     """In peft's default, fp32, the fused layer would leave them to peft."""
     lora = {"lora_rank": 4, "lora_alpha": 4.0, "lora_targets": "all"}
     sizes = {"model": "tiny", "dtype": "bf16", "seq_len": LENGTH, "steps": 1, "lr": 1e-3}
-    trainer = sft.train(Workload(data=data, **sizes, **lora))
+    trainer = sft.train_with_trl(Workload(data=data, **sizes, **lora))
     dtypes = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     assert dtypes == {torch.bfloat16}
     assert trainer.accelerator.mixed_precision == "no"

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from harness.benchmark.checking import relative_error
 from harness.cli.adapter_config import TARGETS
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import OF_BASELINE, Parser
+from harness.cli.flags import OF_BASELINE, FlagParser
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, patching
@@ -35,7 +35,7 @@ SMALL = [*TINY, "--seq-len", "8", "--steps", "3"]
 
 def tiny_workload(*flags: str) -> Workload:
     """The scripts' own parsing; a later flag wins over TINY's."""
-    return Workload.from_flags(Parser("", OF_BASELINE).parse_args([*TINY, *flags]), HAS_GPU)
+    return Workload.from_flags(FlagParser("", OF_BASELINE).parse_args([*TINY, *flags]), HAS_GPU)
 
 
 def small_workload(*flags: str) -> Workload:

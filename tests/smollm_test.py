@@ -15,7 +15,7 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import Check, assert_all_passed, compare
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.flags import OF_BASELINE, Parser
+from harness.cli.flags import OF_BASELINE, FlagParser
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import config_file, loading
@@ -53,7 +53,7 @@ def flags(model: Path, data: Path, seq_len: int, *others: str) -> list[str]:
 
 
 def workload_of(flags: list[str]) -> Workload:
-    return Workload.from_flags(Parser("", OF_BASELINE).parse_args(flags), HAS_GPU)
+    return Workload.from_flags(FlagParser("", OF_BASELINE).parse_args(flags), HAS_GPU)
 
 
 def validation_losses(record: dict) -> list[float]:
@@ -98,7 +98,7 @@ def test_kernels_give_the_loss_and_every_gradient_of_the_real_model(
     """
     n_batches = 8 if HAS_GPU else 1
     workload = workload_of(flags(smollm, english, 16, "--steps", str(n_batches), *more))
-    model = without_zeros(patched_model.load(workload))
+    model = without_zeros(patched_model.load_with_adapters(workload))
     exact = in_float64(copy.deepcopy(model))
     patched = apply_kernels.apply_kernels(copy.deepcopy(model))
     checks = []

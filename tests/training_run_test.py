@@ -57,7 +57,7 @@ def test_the_pages_patch_is_that_of_apply_kernels(recorded):
     flags = ["--seq-len", "8", "--steps", "2"]
     shown = recorded(finetune_optimized, *TINY, *flags)
     workload = replace(tiny_workload(*flags), kernels=tuple(PLAYBOOK))
-    applied = kernel_training.train(workload)
+    applied = kernel_training.train_with_kernels(workload)
     keys = "losses", "validation_loss_before", "validation_loss_after", "kernels", "title"
     assert {key: shown[key] for key in keys} == {key: applied[key] for key in keys}
 
@@ -112,7 +112,7 @@ def test_the_steps_are_those_of_the_optimizer_that_is_given(tmp_path):
     workload = tiny_workload("--steps", "2", "--lr", "0.25")
     model = loading.load_model(workload)
     run = training_run.Run("Mine", workload, model, record_to=str(tmp_path / "run.json"))
-    record = kernel_training.take_steps(run, torch.optim.SGD(model.parameters(), lr=1e-30))
+    record = kernel_training.take_all_steps(run, torch.optim.SGD(model.parameters(), lr=1e-30))
     assert record["title"] == "Mine" and record["lr"] == 0.25
     unchanged = record["validation_loss_before"]
     assert record["validation_loss_after"] == unchanged, "a step of 1e-30 changes nothing"
@@ -153,7 +153,7 @@ def profiled_run(monkeypatch, n_steps: int, kernels: bool = True) -> tuple[dict,
     made_up = {"run": run, "began": [], "kernels": kernels}
     pretended = type("Pretended", (PretendedProfiler,), made_up)
     monkeypatch.setattr(training_run, "profile", pretended)
-    record = kernel_training.take_steps(run, torch.optim.SGD(model.parameters(), lr=1e-3))
+    record = kernel_training.take_all_steps(run, torch.optim.SGD(model.parameters(), lr=1e-3))
     return record, pretended.began
 
 

@@ -160,7 +160,7 @@ def test_its_adapters_are_saved_and_trained_further(recorded, tmp_path, stand_in
     plain, saved = (loading.load_model(small_workload()) for _ in range(2))
     before, after = logits(plain), logits(PeftModel.from_pretrained(saved, first))
     assert not torch.allclose(before, after, atol=1e-3)
-    ours = patched_model.load(small_workload("--adapter", first))
+    ours = patched_model.load_with_adapters(small_workload("--adapter", first))
     theirs = opponent_models.with_unsloth(small_workload("--adapter", first))
     torch.testing.assert_close(logits(ours), after)
     torch.testing.assert_close(logits(theirs), after)

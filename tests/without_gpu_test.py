@@ -12,7 +12,7 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import tables
-from harness.cli.flags import Parser
+from harness.cli.flags import FlagParser
 from harness.cli.workload import Workload
 from harness.model.config_file import load_config
 from next_steps import finetune_options
@@ -29,10 +29,10 @@ BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", README, flags=re.DOTALL | 
 LEFT_OUT = "--batch-size", "--seq-len", "--cuda-graph"  # as README says
 TRAINING = {
     "profile_baseline.py": profile_baseline.parse_args,
-    "finetune_baseline.py": Parser("", finetune_options.FLAGS["Baseline"]).parse_args,
-    "finetune_optimized.py": Parser("", finetune_options.OPTIMIZED).parse_args,
-    "next_steps.memory.estimate": Parser("", estimate.FLAGS).parse_args,
-    "next_steps.studies.ladder": Parser("", ladder.FLAGS).parse_args,
+    "finetune_baseline.py": FlagParser("", finetune_options.FLAGS["Baseline"]).parse_args,
+    "finetune_optimized.py": FlagParser("", finetune_options.OPTIMIZED).parse_args,
+    "next_steps.memory.estimate": FlagParser("", estimate.FLAGS).parse_args,
+    "next_steps.studies.ladder": FlagParser("", ladder.FLAGS).parse_args,
 }
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
 

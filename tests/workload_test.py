@@ -7,7 +7,7 @@ import pytest
 
 import profile_baseline
 from harness.cli import workload
-from harness.cli.flags import OF_BASELINE, Parser
+from harness.cli.flags import OF_BASELINE, FlagParser
 from harness.cli.workload import PRETRAINED, RANDOM, Workload
 from next_steps import finetune_options
 from next_steps.finetuning import distill, opponents
@@ -22,14 +22,14 @@ EVERYTHING = Workload(**WHAT, **HOW, cuda_graph=True, warmup=5)
 
 
 def baseline(*flags: str) -> Workload:
-    return Workload.from_flags(Parser("", OF_BASELINE).parse_args([*flags]), on_gpu=False)
+    return Workload.from_flags(FlagParser("", OF_BASELINE).parse_args([*flags]), on_gpu=False)
 
 
 def of_command(*flags: str) -> Workload:
     """What finetune_optimized.py makes of the flags, or the command that has them."""
     commands = {"--opponent": opponents.FLAGS, "--teacher": distill.FLAGS}
     table = next((commands[flag] for flag in flags if flag in commands), finetune_options.OPTIMIZED)
-    return Workload.from_flags(Parser("", table).parse_args([*flags]), on_gpu=True)
+    return Workload.from_flags(FlagParser("", table).parse_args([*flags]), on_gpu=True)
 
 
 # ---------------------------------------------------------------- flags
@@ -37,7 +37,7 @@ def of_command(*flags: str) -> Workload:
 
 @pytest.mark.parametrize("on_gpu, expected", [(True, (512, "bf16")), (False, (64, "fp32"))])
 def test_length_and_dtype_depend_on_the_gpu_unless_told(on_gpu, expected):
-    parse = Parser("", OF_BASELINE).parse_args
+    parse = FlagParser("", OF_BASELINE).parse_args
     found = Workload.from_flags(parse([]), on_gpu)
     assert (found.seq_len, found.dtype) == expected
     told = Workload.from_flags(parse(["--seq-len", "9", "--dtype", "bf16"]), on_gpu)

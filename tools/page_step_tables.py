@@ -327,7 +327,7 @@ def peaks(*names: str) -> str:
 def frontier_table() -> str:
     """Memory against time."""
     rows = load_record("frontier")["rows"]
-    return Table(frontier.HEADERS, [frontier.cells(row, rows) for row in rows]).markdown()
+    return Table(frontier.HEADERS, [frontier.setup_cells(row, rows) for row in rows]).markdown()
 
 
 def longest() -> str:
@@ -345,7 +345,7 @@ def longest() -> str:
 def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
     records = load_record(f"{study}_1"), load_record(f"{study}_{parallel}_2")
-    return Table(scaling_tables.columns(records[1]), scaling_tables.body(*records)).markdown()
+    return Table(scaling_tables.headings(records[1]), scaling_tables.body(*records)).markdown()
 
 
 def crossovers() -> str:

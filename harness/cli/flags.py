@@ -5,9 +5,9 @@
     RULES
         which flag needs or excludes which other, with the sentence that a user reads
 
-`Parser` makes a command line from the rows and refuses what breaks a rule.  --help and the list in
-docs/flags.md are made from the same tables.  This module imports no PyTorch, so that a wrong flag
-is answered at once.
+`FlagParser` makes a command line from the rows and refuses what breaks a rule.  --help and the list
+in docs/flags.md are made from the same tables.  This module imports no PyTorch, so that a wrong
+flag is answered at once.
 """
 
 import argparse
@@ -230,7 +230,7 @@ class Rule(NamedTuple):
 
     @property
     def beside(self) -> str:
-        return f" (with {' or '.join(map(in_words, self.where))})" if self.where else ""
+        return f" (with {' or '.join(map(condition_in_words, self.where))})" if self.where else ""
 
 
 def needs(flags: str, others: str, sentence: str, where: str = "") -> Rule:
@@ -317,7 +317,7 @@ RULES = [
 ]  # fmt: skip
 
 
-def in_words(condition: str) -> str:
+def condition_in_words(condition: str) -> str:
     return FACTS_IN_WORDS.get(condition, condition.replace("=", " "))
 
 
@@ -327,7 +327,7 @@ def needed_by(flag: str, of: Collection[str] | None = None) -> list[str]:
     for rule in RULES:
         about = {each.partition("=")[0] for each in rule.others}
         if not rule.excludes and flag in rule.flags and (of is None or about <= of):
-            found.append(" or ".join(map(in_words, rule.others)) + rule.beside)
+            found.append(" or ".join(map(condition_in_words, rule.others)) + rule.beside)
     return found
 
 
@@ -353,7 +353,7 @@ def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> 
     def holds(condition: str) -> bool | None:
         """Return None if that is not known, or the script has no such flag."""
         flag, _, patterns = condition.partition("=")
-        name = name_of(flag)
+        name = argparse_name(flag)
         if name not in values:
             return facts.get(flag)
         if not patterns:
@@ -365,7 +365,7 @@ def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> 
 
     def as_given(condition: str) -> str:
         flag, _, patterns = condition.partition("=")
-        return f"{flag} {values[name_of(flag)]}" if patterns else flag
+        return f"{flag} {values[argparse_name(flag)]}" if patterns else flag
 
     for rule in RULES:
         if rule.where and not any(map(holds, rule.where)):
@@ -380,12 +380,12 @@ def broken(values: dict, given: Collection[str] | None, on_gpu: bool | None) -> 
 
 def can_add(switch: str, values: dict) -> bool:
     """Return True if a run on a GPU lacks this switch and would break no further rule with it."""
-    name = name_of(switch)
+    name = argparse_name(switch)
     before, after = (set(broken(values | {name: on}, None, True)) for on in (False, True))
     return not values.get(name) and after <= before
 
 
-def name_of(flag: str) -> str:
+def argparse_name(flag: str) -> str:
     """Return argparse's name of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
@@ -393,7 +393,7 @@ def name_of(flag: str) -> str:
 # ---------------------------------------------------------------- the command line
 
 
-class Parser(command_line.Parser):
+class FlagParser(command_line.Parser):
     """A command line of rows of the tables, on which no rule is broken."""
 
     def __init__(self, doc: str, table: dict[str, dict]):
@@ -438,14 +438,14 @@ def page() -> str:
     excluded = {}
     for rule in (rule for rule in RULES if rule.excludes):
         for one, two in itertools.product(rule.flags, rule.others):
-            excluded.setdefault(one, []).append(in_words(two) + rule.beside)
-            excluded.setdefault(two, []).append(in_words(one) + rule.beside)
+            excluded.setdefault(one, []).append(condition_in_words(two) + rule.beside)
+            excluded.setdefault(two, []).append(condition_in_words(one) + rule.beside)
     lines = []
     for flag in sorted(
         {*excluded, *(each for rule in RULES for each in rule.flags)} - {*FACTS_IN_WORDS}
     ):
         words = [f"needs {each}" for each in needed_by(flag)]
         words += [f"not with {', '.join(excluded[flag])}"] if flag in excluded else []
-        text = f"{in_words(flag)}: {'; '.join(words)}"
+        text = f"{condition_in_words(flag)}: {'; '.join(words)}"
         lines += textwrap.wrap(text, 118, subsequent_indent="    ", break_on_hyphens=False)
     return "\n".join(["```text", *lines, "```"])

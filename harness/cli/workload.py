@@ -135,7 +135,7 @@ class Workload:
 
         on_gpu: None: as this machine is; only then PyTorch is imported, after the flags.
         """
-        args = flags.Parser(doc, table).parse_args()
+        args = flags.FlagParser(doc, table).parse_args()
         check_outputs(args)
         if on_gpu is None:
             from harness.cli.device import HAS_GPU as on_gpu

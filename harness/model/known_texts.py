@@ -41,7 +41,7 @@ TEXTS = {
 }
 
 
-def digest(function: Callable) -> str:
+def source_digest(function: Callable) -> str:
     """Return eight hexadecimal digits of what the function's source says, decorators included."""
     tree = ast.parse(textwrap.dedent(source_of(inspect.unwrap(function))))
     for node in ast.walk(tree):
@@ -62,7 +62,7 @@ def is_known_text(function: Callable) -> bool:
         return True
     name = function.__qualname__.removesuffix(".forward")
     known = [text for end, texts in TEXTS.items() if name.endswith(end) for text in texts]
-    if digest(function) in known:
+    if source_digest(function) in known:
         return True
     version = f"transformers {transformers.__version__}"
     print(f"{version} has a {name} that the kernels were not written for: it keeps its own code.")

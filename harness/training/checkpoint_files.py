@@ -102,7 +102,7 @@ def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
 # ---------------------------------------------------------------- checksums
 
 
-def digest(file: Path) -> str:
+def file_digest(file: Path) -> str:
     """Return the SHA-256 of the SHA-256s of a file's pieces, which several threads read."""
 
     def of_piece(start: int) -> bytes:
@@ -138,7 +138,7 @@ def intact(path: Path, name: str, listed: dict[str, list]) -> bool:
     """Return True if a file has the size and the digest that its checkpoint lists."""
     file = path / name
     try:
-        return [file.stat().st_size, digest(file)] == listed[name]
+        return [file.stat().st_size, file_digest(file)] == listed[name]
     except OSError:
         return False
 
@@ -160,7 +160,7 @@ def complete(unfinished: Path, path: Path, facts: str, keep: int) -> None:
     All files, their checksums and their names are on the disk before the folder is renamed.
     """
     (unfinished / FACTS_FILE).write_text(facts)
-    sums = {file.name: [file.stat().st_size, digest(file)] for file in unfinished.iterdir()}
+    sums = {file.name: [file.stat().st_size, file_digest(file)] for file in unfinished.iterdir()}
     (unfinished / CHECKSUMS).write_text(json.dumps(sums, indent=1))
     for each in (unfinished / FACTS_FILE, unfinished / CHECKSUMS, unfinished):
         sync(each)

@@ -16,7 +16,7 @@ def number_list(text: str) -> list[int]:
     return sorted({positive_int(part) for part in text.split(",")})
 
 
-def in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
+def default_in_words(gpu: tuple[int, ...], cpu: tuple[int, ...]) -> str:
     """Return a default with a GPU and, in brackets, without."""
     with_gpu, without = (",".join(map(str, each)) for each in (gpu, cpu))
     return with_gpu if gpu == cpu else f"{with_gpu} ({without})"
@@ -28,10 +28,12 @@ def size_flags(kernels: Iterable[str]) -> dict[str, dict]:
     for name in kernels:
         spec = specs.SPECS[name]
         if spec.rows == "Tokens":
-            defaults["tokens"].append(f"{name} {in_words(spec.gpu_tokens, spec.cpu_tokens)}")
+            defaults["tokens"].append(
+                f"{name} {default_in_words(spec.gpu_tokens, spec.cpu_tokens)}"
+            )
         for each in spec.dimensions:
             if each.flag:
-                defaults[each.flag].append(f"{name} {in_words(each.gpu, each.cpu)}")
+                defaults[each.flag].append(f"{name} {default_in_words(each.gpu, each.cpu)}")
     return {
         f"--{flag}": row(
             f"{'rows of the input' if flag == 'tokens' else 'columns'} "
@@ -43,7 +45,7 @@ def size_flags(kernels: Iterable[str]) -> dict[str, dict]:
     }
 
 
-def sizes_of(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[specs.Size]:
+def benchmark_sizes(kernel: str, args: argparse.Namespace, on_gpu: bool) -> list[specs.Size]:
     """Return every combination of a kernel's dimensions, as the flags or the defaults say."""
     choices = [
         (each.flag and getattr(args, each.flag)) or (each.gpu if on_gpu else each.cpu)
@@ -112,7 +114,7 @@ def measure_sizes(
     }
     try:
         for kernel in kernels:
-            for size in sizes_of(kernel, args, HAS_GPU):
+            for size in benchmark_sizes(kernel, args, HAS_GPU):
                 measure(kernel, size, record)
     except torch.OutOfMemoryError as error:
         advice = "lower --tokens, or --hidden and --vocab"

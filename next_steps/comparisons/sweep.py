@@ -8,7 +8,7 @@ How a setting is tried: sweep_kernels.py.
 from harness.benchmark import benchmark_specs as specs
 from harness.cli import command_line
 from harness.cli.command_line import positive_int
-from harness.cli.flags import Parser, row
+from harness.cli.flags import FlagParser, row
 from harness.cli.output_files import check_outputs
 from harness.records.run_records import write_record
 from next_steps.comparisons.benchmark_runs import (
@@ -30,7 +30,7 @@ FLAGS = {
 
 
 def main() -> None:
-    args = Parser(__doc__, FLAGS).parse_args()
+    args = FlagParser(__doc__, FLAGS).parse_args()
     refuse_unused(args)
     check_outputs(args)
     from harness.cli.device import HAS_GPU

@@ -74,7 +74,9 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
-def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, facts: dict) -> None:
+def load_checkpoint(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, facts: dict
+) -> None:
     """Fill the model and its AdamW, which has taken no step, from a checkpoint."""
     if facts.get("frozen_digest") != frozen_digest(model):
         given = f"{path} was trained beside other frozen weights"

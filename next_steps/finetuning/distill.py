@@ -36,7 +36,7 @@ def main() -> None:
     args, workload = Workload.read(__doc__, FLAGS)
     from next_steps.finetuning import distillation
 
-    distillation.train(workload, args.json, args.save)
+    distillation.distil(workload, args.json, args.save)
 
 
 if __name__ == "__main__":

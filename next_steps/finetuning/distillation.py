@@ -24,7 +24,7 @@ from harness.model.loading import load_model
 from harness.model.patching import causal_lm_loss
 from harness.profiling.kernel_facts import LOSS_KERNELS
 from harness.training.training_run import Run
-from next_steps.finetuning.kernel_training import optimizer_for, take_steps
+from next_steps.finetuning.kernel_training import optimizer_for, take_all_steps
 from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss, reverse_kl_reference
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import apply_kernels, model_kernels
@@ -150,8 +150,8 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     return student, workload, more
 
 
-def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
+def distil(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
     """Distil the workload's teacher into its model; return the record."""
     student, workload, more = load_student(workload)
     run = Run("Distillation", workload, student, record_to, save_to, more)
-    return take_steps(run, optimizer_for(student, workload))
+    return take_all_steps(run, optimizer_for(student, workload))

@@ -28,7 +28,7 @@ from next_steps.patches.projections import layers_in_fp8
 NO_CHECKPOINTS = Checkpoints()
 
 
-def train(
+def train_with_kernels(
     workload: Workload,
     record_to: str | None = None,
     save_to: str | None = None,
@@ -41,20 +41,20 @@ def train(
         resumes = checkpoints.resume is not None
         path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
         look_at_data(workload, before and before["day"])
-        model, called, optimizer = prepare(workload)
+        model, called, optimizer = prepare_kernels(workload)
         if checkpoints.is_asked:
             checkpoint.refuse_random_numbers(model)
         if before:
             parallel.settle(called)
-            checkpoint.load(model, optimizer, path, before)
+            checkpoint.load_checkpoint(model, optimizer, path, before)
         more = layers_in_fp8(model, workload)
         run = Run(name, workload, model, record_to, save_to, more, resumed=before)
         if before:
             checkpoint.check_data(run, before)
-        return take_steps(run, optimizer, called, checkpoints)
+        return take_all_steps(run, optimizer, called, checkpoints)
 
 
-def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
+def prepare_kernels(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
     """Return (model, what is called in its place, optimizer) with the workload's kernels."""
     try_kernels(workload)
     model = load_patched(workload)
@@ -69,7 +69,7 @@ def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Opt
     return make_optimizer(model, workload.lr, *how, capturable=workload.cuda_graph)
 
 
-def take_steps(
+def take_all_steps(
     run: Run,
     optimizer: torch.optim.Optimizer,
     model: Callable | None = None,

@@ -27,7 +27,7 @@ from harness.model.loading import begin, make_model
 from harness.model.patching import replace_modules
 from harness.steps import parallel, stepping
 from harness.training.training_run import Run
-from next_steps.finetuning.kernel_training import take_steps
+from next_steps.finetuning.kernel_training import take_all_steps
 from next_steps.lessons.fp8_kernel import fp8_support
 from next_steps.patches import patched_model
 
@@ -41,7 +41,7 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
         made.weight = norm.weight
         return made
 
-    model = patched_model.load(workload)
+    model = patched_model.load_with_adapters(workload)
     replace_modules(model, family_of(model).part("RMSNorm"), rms_norm)
     return model
 
@@ -54,7 +54,7 @@ def with_liger(workload: Workload) -> torch.nn.Module:
         raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
     kind = load_config(workload).model_type
     getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")()
-    return patched_model.load(workload)
+    return patched_model.load_with_adapters(workload)
 
 
 def with_float8(workload: Workload) -> torch.nn.Module:
@@ -69,7 +69,7 @@ def with_float8(workload: Workload) -> torch.nn.Module:
         raise UserError("torchao is not installed: pip install torchao") from error
     if reason := fp8_support():
         raise UserError(f"--opponent {workload.opponent}: {reason}")
-    model = patched_model.load(workload)
+    model = patched_model.load_with_adapters(workload)
     config = Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
     no_adapter = {"module_filter_fn": lambda module, name: "lora_" not in name}
     for layer in model.model.layers:
@@ -171,10 +171,10 @@ def compiled(model: torch.nn.Module, mode: str) -> Callable:
 
 
 RECIPES = {  # by the words of --opponent: what makes the model
-    "fused-adamw": patched_model.load,
+    "fused-adamw": patched_model.load_with_adapters,
     "rms-norm": with_rms_norm,
-    "compile": patched_model.load,
-    "compile-reduce-overhead": patched_model.load,
+    "compile": patched_model.load_with_adapters,
+    "compile-reduce-overhead": patched_model.load_with_adapters,
     "liger": with_liger,
     "unsloth": with_unsloth,
     "unsloth-fp8": with_unsloth,
@@ -185,7 +185,7 @@ RECIPES = {  # by the words of --opponent: what makes the model
 COMPILE_MODES = {"compile": "default", "compile-reduce-overhead": "reduce-overhead"}
 
 
-def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
+def prepare_opponent(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.Optimizer]:
     """Return (model, what is called in its place, optimizer) of the workload's opponent."""
     name, graph = workload.opponent, workload.cuda_graph
     model = RECIPES[name](workload)
@@ -196,11 +196,13 @@ def prepare(workload: Workload) -> tuple[torch.nn.Module, Callable, torch.optim.
     return model, called, optimizer
 
 
-def train(workload: Workload, record_to: str | None = None, save_to: str | None = None) -> dict:
+def train_opponent(
+    workload: Workload, record_to: str | None = None, save_to: str | None = None
+) -> dict:
     """Fine-tune as the workload's opponent does it; return the record."""
     workload = replace(workload, kernels=())
     parallel.start(workload)
     look_at_data(workload)
-    model, called, optimizer = prepare(workload)
+    model, called, optimizer = prepare_opponent(workload)
     run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)
-    return take_steps(run, optimizer, called)
+    return take_all_steps(run, optimizer, called)

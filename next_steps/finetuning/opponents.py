@@ -20,7 +20,7 @@ def main() -> None:
     args, workload = Workload.read(__doc__, FLAGS)
     from next_steps.finetuning import opponent_models
 
-    opponent_models.train(workload, args.json, args.save)
+    opponent_models.train_opponent(workload, args.json, args.save)
 
 
 if __name__ == "__main__":

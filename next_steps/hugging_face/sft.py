@@ -4,7 +4,7 @@
     python -m next_steps.hugging_face.sft --data FILE.jsonl --kernels none      # as TRL ships
     python -m next_steps.hugging_face.sft --data FILE.jsonl --opponent liger    # TRL's own switch
 
-`train` is the part to copy: docs/trainer.md says why each of its settings is there.
+`train_with_trl` is the part to copy: docs/trainer.md says why each of its settings is there.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from harness.cli import command_line
 from harness.cli.command_line import UserError
-from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, Parser, of_kernels, row
+from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, FlagParser, of_kernels, row
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import title
 from harness.cli.workload import Workload, kernels_in_words, model_line
@@ -32,7 +32,7 @@ FLAGS["--data"] = row(
 FLAGS["--opponent"] = row("Liger-Kernel's layers, by use_liger_kernel=True", choices=["liger"])
 
 
-def train(workload: Workload):
+def train_with_trl(workload: Workload):
     """Fine-tune as the workload says; return the trainer, whose model is trained."""
     from transformers import Trainer
     from trl import SFTConfig, SFTTrainer
@@ -124,7 +124,7 @@ def byte_tokenizer():
     )
 
 
-def report(trainer, workload: Workload) -> dict:
+def report_run(trainer, workload: Workload) -> dict:
     """Print a result block and return the record, from the trainer's log: an entry ends a step."""
     from harness.model.architecture import ModelFacts
     from harness.records.run_records import environment
@@ -152,7 +152,7 @@ def report(trainer, workload: Workload) -> dict:
 
 
 def main() -> None:
-    args = Parser(__doc__, FLAGS).parse_args()
+    args = FlagParser(__doc__, FLAGS).parse_args()
     check_outputs(args)
     if not args.data.endswith(".jsonl"):
         raise UserError(f"--data {args.data}: expected a .jsonl file")
@@ -167,7 +167,7 @@ def main() -> None:
         if not HAS_GPU:
             raise UserError("--opponent liger needs a CUDA GPU and none was found")
         workload = replace(workload, kernels=())
-    write_record(args.json, report(train(workload), workload))
+    write_record(args.json, report_run(train_with_trl(workload), workload))
 
 
 if __name__ == "__main__":

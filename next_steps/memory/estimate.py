@@ -18,7 +18,7 @@ def main() -> None:
     args, workload = Workload.read(__doc__, FLAGS, on_gpu=True)
     from next_steps.memory import memory_estimate
 
-    memory_estimate.report(workload, args.json)
+    memory_estimate.report_estimate(workload, args.json)
 
 
 if __name__ == "__main__":

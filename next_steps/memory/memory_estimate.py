@@ -72,7 +72,7 @@ def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
     }
 
 
-def report(workload: Workload, record_to: str | None = None) -> None:
+def report_estimate(workload: Workload, record_to: str | None = None) -> None:
     """Print the estimate for a workload beside the baseline's, and write the record."""
     config = try_kernels(workload, for_gpu=True)
     baseline = replace(workload, kernels=(), moments=None, fp8=None, recompute=None, offload=False)

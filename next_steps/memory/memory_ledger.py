@@ -39,7 +39,7 @@ ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "new_empty"),
     *("new_zeros", "zeros", "zeros_like"),
 }
-MODES = "__torch_dispatch__", "<genexpr>", "<listcomp>"  # functions of modes
+MODE_FUNCTIONS = "__torch_dispatch__", "<genexpr>", "<listcomp>"  # functions of modes
 
 # Who asked for a tensor in the forward: the innermost of these functions on Python's stack.
 KIND_OF_PART = {
@@ -80,13 +80,15 @@ def kind_of_caller() -> str | None:
     return None if frame is None else KIND_OF_CODE[frame.f_code]
 
 
-def name_of(operation) -> str:
+def operation_name(operation) -> str:
     """Return an operation's name; if it only allocates, the name of the function that called it."""
     name = operation.overloadpacket.__name__
     if name not in ALLOCATIONS:
         return name
     frame = sys._getframe(1)
-    while frame.f_code.co_name in MODES or frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame.f_code.co_name in MODE_FUNCTIONS or frame.f_globals.get("__name__", "").startswith(
+        "torch."
+    ):
         frame = frame.f_back
     return frame.f_code.co_name
 
@@ -101,7 +103,7 @@ class Block:
     """One storage.  Its birth and its death are numbers of the ledger's clock."""
 
     n_bytes: int  # rounded up to ROUNDING
-    operation: str  # `name_of` the operation that made it
+    operation: str  # `operation_name` the operation that made it
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str | None
@@ -143,7 +145,7 @@ class Ledger(TorchDispatchMode):
             gc.collect()
         # a copy between GPU and host: meta tensors have nothing to copy
         results = args[0] if is_transfer(operation, args) else operation(*args, **(kwargs or {}))
-        name = name_of(operation)
+        name = operation_name(operation)
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
                 self.record(tensor, name)

@@ -67,7 +67,7 @@ def cublas_workspaces() -> int:
     return before - torch.cuda.memory_allocated()
 
 
-def report(
+def report_memory(
     workload: Workload,
     record_to: str | None = None,
     plot_to: str | None = None,

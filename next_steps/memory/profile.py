@@ -22,7 +22,7 @@ def main() -> None:
     args, workload = Workload.read(__doc__, FLAGS)
     from next_steps.memory import memory_profile
 
-    memory_profile.report(workload, args.json, args.plot, args.memory_snapshot)
+    memory_profile.report_memory(workload, args.json, args.plot, args.memory_snapshot)
 
 
 if __name__ == "__main__":

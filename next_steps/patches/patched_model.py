@@ -24,13 +24,13 @@ from next_steps.patches.recompute import set_recompute
 
 
 def load_patched(workload: Workload) -> torch.nn.Module:
-    """Return the workload's model, or raise the UserError of `load`, `patch` or `require_fp8`."""
+    """Return the workload's model, or raise the UserError of what it calls."""
     if workload.fp8:
         require_fp8()
-    return patch(load(workload), workload)
+    return patch(load_with_adapters(workload), workload)
 
 
-def load(workload: Workload) -> torch.nn.Module:
+def load_with_adapters(workload: Workload) -> torch.nn.Module:
     """Return `load_model`'s model; with LoRA frozen, with adapters, quantized if wanted."""
     if workload.adapter is not None:
         # a wrong one is refused here, not after minutes of loading
@@ -40,7 +40,7 @@ def load(workload: Workload) -> torch.nn.Module:
 
 
 def patch(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
-    """Put the workload's kernels and FP8 into a model from `load`; return the model."""
+    """Put the workload's kernels and FP8 into a model; return it."""
     apply_kernels(model, model_kernels(workload.kernels))
     if workload.fp8 and not workload.frozen_as:
         fp8_layers(model)

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from harness.cli import command_line, tables
 from harness.cli.command_line import positive_float, positive_int
-from harness.cli.flags import FP8_ALL, OF_FINETUNING, OF_TRAINING, Parser
+from harness.cli.flags import FP8_ALL, OF_FINETUNING, OF_TRAINING, FlagParser
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import number
 from harness.cli.workload import Workload, model_line, size_in_words
@@ -55,19 +55,21 @@ class Study(NamedTuple):
 
 
 IN_FP8, IN_8_BITS, ROUNDED = {"fp8": FP8_ALL}, {"moments": "8bit"}, {"stochastic_rounding": True}
-ADAPTERS = {"bf16": {}, "fp8": IN_FP8, "nf4": {"quantize": "nf4"}}
-MOMENTS = {"bf16": {}, "8bit": IN_8_BITS}
-MOMENTS |= {f"{way}, rounded randomly": values | ROUNDED for way, values in MOMENTS.items()}
+ADAPTER_FLAGS = {"bf16": {}, "fp8": IN_FP8, "nf4": {"quantize": "nf4"}}
+MOMENT_FLAGS = {"bf16": {}, "8bit": IN_8_BITS}
+MOMENT_FLAGS |= {
+    f"{way}, rounded randomly": values | ROUNDED for way, values in MOMENT_FLAGS.items()
+}
 STUDIES = {
     "accuracy": Study("FP8", "Products", {"bf16": {}, "fp8": IN_FP8}, "with FP8's products"),
-    "lora": Study("LoRA", "Frozen weights", ADAPTERS, "beside its own frozen weights", 16),
-    "moments": Study("8-bit moments", "Moments", MOMENTS),
+    "lora": Study("LoRA", "Frozen weights", ADAPTER_FLAGS, "beside its own frozen weights", 16),
+    "moments": Study("8-bit moments", "Moments", MOMENT_FLAGS),
 }
 LR = 5e-5  # of adapters ten times as much
 POINTS = 10  # of a validation curve, after the one before the first step
 
 
-def train(workload: Workload, every: int) -> dict:
+def loss_curve(workload: Workload, every: int) -> dict:
     """Train silently; return the record: "curve" is the validation loss at steps 0, every, ...
 
     It is computed in the model's dtype.  "curve_as_trained" is computed as the run trains, if that
@@ -101,13 +103,13 @@ def train(workload: Workload, every: int) -> dict:
 
     free_memory()  # of the run before
     with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
-        model, called, optimizer = kernel_training.prepare(workload)
+        model, called, optimizer = kernel_training.prepare_kernels(workload)
         run = Validated(workload.dtype, workload, model)
         if workload.frozen_as:
             run.original = patched_model.load_patched(replace(workload, fp8=None, quantize=None))
         run.curve, run.curve_as_trained = [], []
         run.add_point(run.validation_before)
-        record = kernel_training.take_steps(run, optimizer, called)
+        record = kernel_training.take_all_steps(run, optimizer, called)
     curves = {"curve": run.curve, "curve_as_trained": run.curve_as_trained}
     return record | curves | {"source": run.data.source}
 
@@ -123,11 +125,11 @@ def copy_adapters(source, target) -> None:
 def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
     """Yield a record for each, in their order; of several jobs without the time of a step."""
     if n_jobs == 1:
-        yield from (train(workload, every) for workload in workloads)
+        yield from (loss_curve(workload, every) for workload in workloads)
         return
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
     with ProcessPoolExecutor(min(n_jobs, len(workloads)), context) as jobs:
-        for run in jobs.map(train, workloads, itertools.repeat(every)):
+        for run in jobs.map(loss_curve, workloads, itertools.repeat(every)):
             yield run | {"median_seconds": None}
 
 
@@ -177,7 +179,7 @@ def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[
     return 0.0, "<="
 
 
-def row_of(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
+def table_row(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
     """Return a row of the table, from a way's runs and the first way's, in the seeds' order."""
     seconds = [run["median_seconds"] for run in found]
     ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
@@ -210,7 +212,7 @@ def render(record: dict) -> str:
         runs.setdefault(run["way"], []).append(run)
     references = next(iter(runs.values()))
     headers = [study.header, "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
-    rows = [row_of(way, found, references, record["every"]) for way, found in runs.items()]
+    rows = [table_row(way, found, references, record["every"]) for way, found in runs.items()]
     as_trained = [
         line_as_trained(way, found, references, study.as_trained)
         for way, found in runs.items()
@@ -241,7 +243,7 @@ def render(record: dict) -> str:
 def parse_args() -> argparse.Namespace:
     shared = "--json", "--data", "--batch-size", "--seq-len", "--dtype"
     table = {flag: OF_TRAINING[flag] for flag in shared} | {"--steps": OF_FINETUNING["--steps"]}
-    parser = Parser(__doc__, table)
+    parser = FlagParser(__doc__, table)
     parser.set_defaults(batch_size=4, steps=200)
     add = parser.add_argument
     add("study", choices=STUDIES, help="what to measure")

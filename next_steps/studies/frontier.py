@@ -65,7 +65,7 @@ def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
     from next_steps.finetuning import kernel_training
     from next_steps.patches.recompute import set_recompute
 
-    model, _, optimizer = kernel_training.prepare(workload)
+    model, _, optimizer = kernel_training.prepare_kernels(workload)
     for (*shape, n), (level, offload) in itertools.product(FRONTIER_SIZES[HAS_GPU], LEVELS):
         set_recompute(model, level, offload and HAS_GPU)
         batches = [random_batch(shape, model.config.vocab_size, DEVICE) for _ in range(n)]
@@ -109,7 +109,7 @@ def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | N
             ms = step_time.predict_ms(work, rates_here, w.micro_batches)
             row = labels(w) | {"estimated_bytes": n_bytes, "estimated_ms": ms} | row
             record["rows"].append(row)
-            print("  ".join(cells(row, record["rows"])), flush=True)
+            print("  ".join(setup_cells(row, record["rows"])), flush=True)
         free_memory()  # of this model
     print("\n" + render(record))
     run_records.write_record(record_to, record)
@@ -126,7 +126,7 @@ def better_in_both(row: dict, rows: list[dict]) -> str:
     return f"{best['kernels']}, {best['recompute']}" if best else ""
 
 
-def cells(row: dict, rows: list[dict]) -> list[str]:
+def setup_cells(row: dict, rows: list[dict]) -> list[str]:
     """Return a row of the table."""
     measured = "step_ms" in row
     return [
@@ -150,7 +150,7 @@ def render(record: dict) -> str:
             model_line(record),
             "",
             tables.title("Memory against time"),
-            tables.table(HEADERS, [cells(row, rows) for row in rows]),
+            tables.table(HEADERS, [setup_cells(row, rows) for row in rows]),
         ]
     )
 
@@ -199,7 +199,7 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
     from next_steps.finetuning import kernel_training
     from next_steps.patches.projections import layers_in_fp8
 
-    model, _, optimizer = kernel_training.prepare(workload)
+    model, _, optimizer = kernel_training.prepare_kernels(workload)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
 
@@ -297,7 +297,7 @@ def parse_args() -> argparse.Namespace:
         "--longest": flags.switch("from --seq-len on, the longest sequence that fits, batch 1"),
     }
     of_kernels = flags.of_kernels(KERNELS, default="none") | OF_OPTIMIZED
-    args = flags.Parser(__doc__, own | of_training | of_kernels).parse_args()
+    args = flags.FlagParser(__doc__, own | of_training | of_kernels).parse_args()
     if args.longest and args.plot:
         raise UserError("--plot draws memory against time: leave --plot or --longest out")
     if not args.longest and (rest := args.given - {"model", "random_init", "json", "plot"}):

@@ -189,7 +189,7 @@ def strongest(record: dict, of: str = "step_ms") -> dict:
     return min(others, key=lambda rung: rung[of])
 
 
-def measured(rung: dict, baseline: dict) -> list[str]:
+def measured_cells(rung: dict, baseline: dict) -> list[str]:
     """Return the columns of both tables: step time, busy GPU, tokens/s, peak, loss difference."""
     step = f"{rung['step_ms']:,.1f} ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})"
     cells = [step, tables.number(rung["busy_ms"])]
@@ -203,10 +203,10 @@ def render(record: dict) -> str:
     on_gpu = record["environment"]["gpu"] is not None
     rungs, after = blocks(record)
     rows = [
-        [name, *map(tables.number, ms), *measured(rung, rungs[0])]
+        [name, *map(tables.number, ms), *measured_cells(rung, rungs[0])]
         for rung, (name, *ms) in zip(rungs, gains(rungs))
     ]
-    other_rows = [[each["name"], *measured(each, rungs[0])] for each in after]
+    other_rows = [[each["name"], *measured_cells(each, rungs[0])] for each in after]
     columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x tokens/s"]
     columns += ["Peak, GB", "x peak", "Loss difference"]
     workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"

@@ -29,7 +29,7 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from next_steps.studies import scaling_tables
-from next_steps.studies.scaling_tables import WAYS, Size
+from next_steps.studies.scaling_tables import WAYS, StepSize
 
 HOW = {  # the settings of each of WAYS
     "baseline": {},
@@ -39,13 +39,19 @@ HOW = {  # the settings of each of WAYS
 }
 GPU, CPU = True, False
 SIZES_BY_DEVICE = {
-    GPU: [Size(1, 512), Size(1, 1024), Size(1, 2048), Size(2, 2048), Size(4, 2048)],
-    CPU: [Size(1, 4), Size(1, 8)],
+    GPU: [
+        StepSize(1, 512),
+        StepSize(1, 1024),
+        StepSize(1, 2048),
+        StepSize(2, 2048),
+        StepSize(4, 2048),
+    ],
+    CPU: [StepSize(1, 4), StepSize(1, 8)],
 }
 STEPS_BY_DEVICE = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
 
 
-def measure(called: Callable, optimizer, size: Size, vocabulary: int) -> dict:
+def measure_size(called: Callable, optimizer, size: StepSize, vocabulary: int) -> dict:
     """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
     communication_us and exposed_us are of the process that waits least.
@@ -75,14 +81,16 @@ def measure(called: Callable, optimizer, size: Size, vocabulary: int) -> dict:
     return row
 
 
-def rows_of(workload: Workload, sizes: list[Size], record: dict) -> Iterator[dict]:
+def rows_of(workload: Workload, sizes: list[StepSize], record: dict) -> Iterator[dict]:
     """Yield the rows of one way, without its name, up to the first size that does not fit."""
     import torch
 
     from harness.steps import communication, measured
     from next_steps.finetuning import kernel_training, opponent_models
 
-    prepare = opponent_models.prepare if workload.opponent else kernel_training.prepare
+    prepare = (
+        opponent_models.prepare_opponent if workload.opponent else kernel_training.prepare_kernels
+    )
     try:
         model, called, optimizer = prepare(workload)
     except RuntimeError as error:
@@ -96,14 +104,14 @@ def rows_of(workload: Workload, sizes: list[Size], record: dict) -> Iterator[dic
     for size in sizes:
         if workload.fp8:
             model.between_micro_batches.begin()  # other sizes leave other room
-        row = size.as_record() | measure(called, optimizer, size, model.config.vocab_size)
+        row = size.as_record() | measure_size(called, optimizer, size, model.config.vocab_size)
         yield row
         if "failure" in row:
             return
 
 
-def measure_all(
-    workload: Workload, record_to: str | None, ways: list[str], sizes: list[Size]
+def measure_ways(
+    workload: Workload, record_to: str | None, ways: list[str], sizes: list[StepSize]
 ) -> None:
     """Measure every row in this process group, and write the record after each.
 
@@ -150,7 +158,7 @@ def ways(text: str) -> list[str]:
     return [way for way in WAYS if way in text.split(",")]
 
 
-def sizes(text: str) -> list[Size]:
+def sizes(text: str) -> list[StepSize]:
     """argparse type: sizes such as 4x2048, or 4x2048x4 of four micro-batches, the smallest first.
 
     Memory decides: a micro-batch's tokens, and then the number of micro-batches.
@@ -158,13 +166,13 @@ def sizes(text: str) -> list[Size]:
     numbers = [[*map(positive_int, word.split("x"))] for word in text.split(",")]
     if any(len(each) not in (2, 3) for each in numbers):
         raise argparse.ArgumentTypeError(f"expected sizes such as 4x2048 or 4x2048x4, not {text!r}")
-    found = itertools.starmap(Size, numbers)
+    found = itertools.starmap(StepSize, numbers)
     return sorted(found, key=lambda size: (size.batch_size * size.seq_len, size.accumulate))
 
 
 def main() -> None:
     shared = "--model", "--random-init", "--parallel"
-    parser = flags.Parser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
+    parser = flags.FlagParser(__doc__, {flag: flags.OF_TRAINING[flag] for flag in shared})
     add = parser.add_argument
     words = ", ".join(WAYS)
     add("--ways", type=ways, default=[*WAYS], metavar="NAME,NAME", help=f"some of {words}")
@@ -181,7 +189,7 @@ def main() -> None:
         raise UserError(f"{flag_name(min(rest))} does nothing with --compare: leave it out")
     check_outputs(args)
     if args.compare:
-        records = scaling_tables.read(args.compare)
+        records = scaling_tables.read_scaling(args.compare)
         print(scaling_tables.render(*records))
         if args.plot:
             scaling_tables.plot(records[1:], args.plot)
@@ -191,7 +199,7 @@ def main() -> None:
     workload = replace(Workload.from_flags(args, HAS_GPU), data="synthetic", lr=1e-5)
     taken = args.sizes or SIZES_BY_DEVICE[HAS_GPU]
     workload = replace(workload, batch_size=taken[-1].batch_size, seq_len=taken[-1].seq_len)
-    measure_all(workload, args.json, args.ways, taken)
+    measure_ways(workload, args.json, args.ways, taken)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ WAY_COLOURS = dict(zip(WAYS.values(), ("#777777", "#D55E00", "#009E73", "#0072B2
 STYLES = "-", "--", ":", "-."  # of the lines of a record
 
 
-class Size(NamedTuple):
+class StepSize(NamedTuple):
     """What a process takes in a step."""
 
     batch_size: int  # sequences of a micro-batch
@@ -27,7 +27,7 @@ class Size(NamedTuple):
     accumulate: int = 1  # micro-batches
 
     @classmethod
-    def of(cls, row: dict) -> "Size":
+    def of(cls, row: dict) -> "StepSize":
         return cls(row["batch_size"], row["seq_len"], row.get("accumulate", 1))
 
     def as_record(self) -> dict:
@@ -47,14 +47,14 @@ class Size(NamedTuple):
 
 def row_in_words(row: dict) -> str:
     """Return the line that is printed as soon as a row has been measured."""
-    name = f"{row['way']}, {Size.of(row)}"
+    name = f"{row['way']}, {StepSize.of(row)}"
     if "failure" in row:
         return f"{name}: more than {row['failure']}"
     speed = f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
     return f"{name}: {row['median_ms']:,.1f} ms, {speed}, {row['peak_memory_bytes'] / 1e9:.1f} GB"
 
 
-def read(paths: list[str]) -> list[dict]:
+def read_scaling(paths: list[str]) -> list[dict]:
     """Read a record of one process and then records of several, of one model on one kind of GPU."""
     records = [run_records.read_record(path, "scaling") for path in paths]
     if len(records) < 2:
@@ -72,14 +72,14 @@ def read(paths: list[str]) -> list[dict]:
     return records
 
 
-def measured(record: dict) -> dict[tuple[str, Size], dict]:
+def fitting_rows(record: dict) -> dict[tuple[str, StepSize], dict]:
     """Return the rows that fitted, by way and size."""
-    return {(row["way"], Size.of(row)): row for row in record["rows"] if "failure" not in row}
+    return {(row["way"], StepSize.of(row)): row for row in record["rows"] if "failure" not in row}
 
 
 def of_one_micro_batch(record: dict, way: str) -> list[dict]:
     """Return the rows of a way that fitted; several micro-batches send their gradients once."""
-    rows = measured(record).items()
+    rows = fitting_rows(record).items()
     return [row for (name, size), row in rows if name == way and size.accumulate == 1]
 
 
@@ -98,7 +98,9 @@ def exposed_share(row: dict) -> float | None:
 
 def crossover(record: dict, way: str) -> str:
     """Return the fewest tokens a step from which on no size exceeds EXPOSED_SHARE."""
-    shares = [(Size.of(row).tokens, exposed_share(row)) for row in of_one_micro_batch(record, way)]
+    shares = [
+        (StepSize.of(row).tokens, exposed_share(row)) for row in of_one_micro_batch(record, way)
+    ]
     if not shares or None in [share for _, share in shares]:
         return NOT_MEASURED
     above = [tokens for tokens, share in shares if share >= EXPOSED_SHARE]
@@ -109,15 +111,15 @@ def crossover(record: dict, way: str) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def reference(record: dict) -> str:
+def compared_way(record: dict) -> str:
     """Return the way that the others are compared with: Liger where it was measured."""
     found = ways_in(record)
     return WAYS["liger"] if WAYS["liger"] in found else found[0]
 
 
-def columns(record: dict) -> list[str]:
+def headings(record: dict) -> list[str]:
     """Return the headings of the record's table."""
-    over = "Liger" if reference(record) == WAYS["liger"] else "first"
+    over = "Liger" if compared_way(record) == WAYS["liger"] else "first"
     headers = ["way, tokens", "tokens/s", "of one", "efficiency", "GB", "of one", "sent"]
     return [*headers, "exposed", f"over {over}"]
 
@@ -142,7 +144,7 @@ def cells(row: dict, one: dict | None, other: dict | None) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
         return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
 
-    name = f"{row['way']} {Size.of(row)}"
+    name = f"{row['way']} {StepSize.of(row)}"
     speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")
     memory = pair("peak_memory_bytes", 1e9, ".1f")
     if "failure" in row:
@@ -160,8 +162,8 @@ def cells(row: dict, one: dict | None, other: dict | None) -> list[str]:
 
 def body(one: dict, record: dict) -> list[list[str]]:
     """Return the rows of a record of several processes, beside the record of one."""
-    alone, several, beside = measured(one), measured(record), reference(record)
-    keys = [(row["way"], Size.of(row)) for row in record["rows"]]
+    alone, several, beside = fitting_rows(one), fitting_rows(record), compared_way(record)
+    keys = [(row["way"], StepSize.of(row)) for row in record["rows"]]
     return [
         cells(row, alone.get((way, size)), several.get((beside, size)))
         for row, (way, size) in zip(record["rows"], keys)
@@ -178,7 +180,7 @@ def render(one: dict, *others: dict) -> str:
         lines += [
             "",
             tables.title(title, on_gpu),
-            tables.table(columns(record), body(one, record)),
+            tables.table(headings(record), body(one, record)),
             *communication_lines(record),
             *record["absent"],
             *(
@@ -202,7 +204,7 @@ def plot(records: list[dict], path: str) -> None:
     for record, style in zip(records, itertools.cycle(STYLES)):
         for way in ways_in(record):
             rows = [row for row in of_one_micro_batch(record, way) if "exposed_us" in row]
-            points = sorted((Size.of(row).tokens, 100 * exposed_share(row)) for row in rows)
+            points = sorted((StepSize.of(row).tokens, 100 * exposed_share(row)) for row in rows)
             sizes |= {tokens for tokens, _ in points}
             label = f"{way}, {processes_of(record)}"
             style_of_line = {"color": WAY_COLOURS[way], "linestyle": style, "marker": "o"}

@@ -6,7 +6,7 @@ TESTS = "tests.checkpoint_files_test"  # where a test is looked for whose file i
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
     "test_a_flipped_bit_is_found_in_every_file": [
-        ("sizes alone are compared", "return [file.stat().st_size, digest(file)] == listed[name]", "return file.stat().st_size == listed[name][0]"),
+        ("sizes alone are compared", "return [file.stat().st_size, file_digest(file)] == listed[name]", "return file.stat().st_size == listed[name][0]"),
         ("the first file alone is read", "range(rank(), len(names), world_size())", "range(1)"),
     ],
     "test_a_large_file_is_digested_in_pieces_and_in_their_order": [
