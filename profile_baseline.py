@@ -90,7 +90,7 @@ def load(workload: Workload) -> SimpleNamespace:
     data = load_data(workload, config, n_steps + profiler.NEEDED)
     model = patched_model.load_patched(workload)
     called = parallel.wrap(model, workload)
-    optimizer = apply_kernels.make_optimizer(
+    optimizer = apply_kernels.make_kernel_optimizer(
         model, 1e-5, workload.kernels, moments=workload.moments, capturable=workload.cuda_graph
     )
     loader = Loader(data.train, workload.micro_batches)

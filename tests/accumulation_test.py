@@ -25,7 +25,7 @@ from next_steps.finetuning import distillation, opponents
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.memory import memory_estimate, profile
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS
-from next_steps.patches.apply_kernels import apply_kernels, make_optimizer, model_kernels
+from next_steps.patches.apply_kernels import apply_kernels, make_kernel_optimizer, model_kernels
 from next_steps.studies import frontier
 from tests.fixtures import needs_gpu
 from tests.small_workloads import (
@@ -144,7 +144,10 @@ def test_in_bf16_gradients_are_at_most_twice_as_wrong_as_one_large_batch_s(kerne
 def test_three_steps_leave_the_parameters_of_three_large_ones(kernels):
     """PyTorch's AdamW against itself, or against ours in the backward."""
     models = make_model(kernels), make_model()
-    optimizers = make_optimizer(models[0], 1e-3, kernels), make_optimizer(models[1], 1e-3, ())
+    optimizers = (
+        make_kernel_optimizer(models[0], 1e-3, kernels),
+        make_kernel_optimizer(models[1], 1e-3, ()),
+    )
     assert isinstance(optimizers[0], TritonAdamW) == ("adamw" in kernels)
     for seed in range(3):
         batches = micro_batches(seed)
@@ -219,7 +222,7 @@ class Recording(contextlib.nullcontext):
 def test_a_replay_trains_on_every_micro_batch_and_counts_its_targets(monkeypatch):
     """As the number of targets changes from step to step, it must not be the recorded one."""
     models = make_model(), make_model()
-    optimizers = [make_optimizer(model, 1e-3, ()) for model in models]
+    optimizers = [make_kernel_optimizer(model, 1e-3, ()) for model in models]
     graph = Recording(monkeypatch)
     replay = stepping.captured_step(models[0], optimizers[0], micro_batches(), None)
     for masked in (MASKED, (1, 1, 1), (T, 3, T)):
@@ -234,7 +237,7 @@ def test_a_replay_trains_on_every_micro_batch_and_counts_its_targets(monkeypatch
 @every_kernel_set
 def test_no_step_waits_for_the_gpu(kernels):
     model = make_model(kernels, "bf16")
-    optimizer = make_optimizer(model, 1e-3, kernels, fused=True)
+    optimizer = make_kernel_optimizer(model, 1e-3, kernels, fused=True)
     assert_a_step_does_not_wait(model, optimizer, micro_batches())
 
 

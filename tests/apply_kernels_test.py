@@ -691,7 +691,7 @@ def changed_model(change: Callable, first: bool) -> LlamaForCausalLM:
     return apply_kernels(change(make_model())) if first else change(make_model(MODEL_KERNELS))
 
 
-TARGETS = adapter_config.TARGETS | {"some": ("k_proj", "o_proj", "gate_proj")}
+TARGETS = adapter_config.LORA_TARGETS | {"some": ("k_proj", "o_proj", "gate_proj")}
 
 
 def add_adapters(model, targets="all", trained=False, **options):

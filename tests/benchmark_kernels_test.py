@@ -28,7 +28,7 @@ from harness.benchmark.benchmark_specs import (
     IN_PLACE,
     ONE_TILE,
     OURS,
-    PLAIN,
+    PLAIN_FORM,
     SPECS,
     TWO_KERNELS,
 )
@@ -434,7 +434,10 @@ def test_each_call_takes_the_language_that_its_row_names(monkeypatch):
     backends = SimpleNamespace(set_impl=lambda name: setting.append(name))
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.backends", backends)
-    rows = peers.pinned(lambda x: setting[-1]), peers.pinned(lambda x: setting[-1], "cutedsl")
+    rows = (
+        peers.in_language(lambda x: setting[-1]),
+        peers.in_language(lambda x: setting[-1], "cutedsl"),
+    )
     assert [row(0) for row in (*rows, *rows)] == ["nvidia-triton", "nvidia-cutedsl"] * 2
 
 
@@ -644,7 +647,7 @@ def test_wrong_result_is_found(kernel):
 @pytest.mark.parametrize(
     "kernel, name, vocab",
     [
-        *(("cross_entropy", PLAIN, vocab) for vocab in (50, 9000)),  # a block, and two
+        *(("cross_entropy", PLAIN_FORM, vocab) for vocab in (50, 9000)),  # a block, and two
         *(("reverse_kl", ONE_TILE, vocab) for vocab in (50, 33_000)),  # a tile, and two
     ],
 )
@@ -786,6 +789,6 @@ def test_each_optimizer_begins_with_the_same_state(monkeypatch):
     before = [t.clone() for t in problem.inputs]
     for implementation in implementations("adamw", "fp32", []):
         assert gradient_errors(problem, implementation)["update"] < 1e-4
-        (state,) = benchmarking.Step(problem, implementation).optimizer.state.values()
+        (state,) = benchmarking.OptimizerStep(problem, implementation).optimizer.state.values()
         assert float(state["step"]) == benchmarking.STEPS_DONE
     assert all(map(torch.equal, problem.inputs, before))

@@ -15,7 +15,7 @@ from harness.model.architecture import ModelFacts
 from harness.model.families import FAMILIES
 from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
-from harness.profiling.costs import NOTHING, Cost
+from harness.profiling.costs import NO_COST, Cost
 from harness.profiling.kernel_facts import FACTS_BY_NAME, KERNEL_ROWS, OTHER, RUNGS, Sizes
 from tests.kernel_facts_test import launched_kernels
 
@@ -101,7 +101,7 @@ def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
         out.backward(torch.randn_like(out))
 
     found = counted(tmp_path, attend)
-    names = sorted(name for name in found if costs.ATTENTION.match(name))
+    names = sorted(name for name in found if costs.ATTENTION_OPERATION.match(name))
     forward, backward = (found[name] for name in names)
     # of T x T scores with D columns, for every head of every sequence; half
     product = 2 * (2 * 4) * 8 * 8 * 16 / 2
@@ -118,7 +118,7 @@ def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
 def test_what_does_no_work_itself_costs_nothing(name):
     inputs = {"Input Dims": [[6, 4]], "Input Strides": [[4, 1]], "Input type": ["float"]}
     inputs["Concrete Inputs"] = [""]
-    assert costs.cost_of_call(name, inputs, SIZES, 8) == NOTHING
+    assert costs.cost_of_call(name, inputs, SIZES, 8) == NO_COST
     assert costs.cost_of_call("aten::neg", inputs, SIZES, 8) == Cost(2 * 96, 24)
 
 
@@ -144,7 +144,11 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
         rows = json.loads(path.read_text())["operations"]
         times = {row["name"]: row["us"] for row in rows if row["name"].startswith("aten::")}
         long = [name for name, us in times.items() if us > 1e-4 * sum(times.values())]
-        others = [name.removeprefix("aten::") for name in long if not costs.ATTENTION.match(name)]
+        others = [
+            name.removeprefix("aten::")
+            for name in long
+            if not costs.ATTENTION_OPERATION.match(name)
+        ]
         kinds = {name.removeprefix("_foreach_").removesuffix("_") for name in others}
         assert kinds <= counted, path.name
 

@@ -14,7 +14,7 @@ import pytest
 import profile_baseline
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE
-from harness.cli.tables import NOT_MEANINGFUL, OF_KERNELS, OF_STEPS
+from harness.cli.tables import NOT_MEANINGFUL, OF_STEPS, TIMES_OF_KERNELS
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -334,8 +334,8 @@ def test_a_comparison_has_the_prediction_beside_what_was_measured():
     assert cells(text, "Step")[3:] == ["no difference", "0.392"]
     record = made_up(loss=part(900.0, n_bytes=5e5))
     for said in (profile_baseline.render(record), text):  # which times have the host in them
-        assert OF_KERNELS in said and OF_STEPS in said
-    assert OF_KERNELS in profile_tables.diagnosis(record)
+        assert TIMES_OF_KERNELS in said and OF_STEPS in said
+    assert TIMES_OF_KERNELS in profile_tables.diagnosis(record)
 
 
 @pytest.mark.parametrize(

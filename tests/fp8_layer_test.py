@@ -38,7 +38,7 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.lessons.swiglu_kernel import swiglu_reference
 from next_steps.patches import projections
-from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, make_optimizer
+from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, make_kernel_optimizer
 from next_steps.patches.projections import fp8_layers, layers_in_fp8
 from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
@@ -255,7 +255,9 @@ def mlp_case(n):
     here = Casts(), ""
     both, _ = fp8_layer.results(codes, [w_gate, w_up], *here)
     _, scale_down = fp8_layer.results(quantize_rows_reference(drawn(n, I)), [w_down], *here)
-    dinner = fp8_layer.input_gradient(quantize_rows_reference(dout), [w_down], scale_down, *here)
+    dinner = fp8_layer.fp8_input_gradient(
+        quantize_rows_reference(dout), [w_down], scale_down, *here
+    )
     gate, up = both.chunk(2, dim=1)
     dboth, inner = swiglu_fp8_backward_reference(dinner, gate, up)
     if n % 16:
@@ -612,7 +614,7 @@ def test_weights_are_rounded_once_in_a_step_from_the_third_step_on(monkeypatch):
         model = fp8_model_of()
         if not keeps:
             del model.between_micro_batches
-        optimizer, counts = make_optimizer(model, 1e-2, ["adamw"]), []
+        optimizer, counts = make_kernel_optimizer(model, 1e-2, ["adamw"]), []
         losses.append([])
         for _ in range(4):
             calls.clear()

@@ -18,7 +18,13 @@ import finetune_baseline
 import finetune_optimized
 import profile_baseline
 from harness.cli import adapter_config
-from harness.cli.adapter_config import ATTENTION, CONFIG, MLP, TARGETS, WEIGHTS
+from harness.cli.adapter_config import (
+    ATTENTION_PROJECTIONS,
+    CONFIG,
+    LORA_TARGETS,
+    MLP_PROJECTIONS,
+    WEIGHTS,
+)
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
@@ -31,7 +37,7 @@ from harness.training import saving
 from next_steps.finetuning import opponents
 from next_steps.memory import estimate, memory_estimate
 from next_steps.patches import patched_model
-from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
+from next_steps.patches.apply_kernels import apply_kernels, make_kernel_optimizer
 from tests.conftest import assert_refused
 from tests.files_test import killed_before_change
 from tests.parallel_test import run_of
@@ -70,7 +76,7 @@ def adapted(*flags: str) -> torch.nn.Module:
 # ---------------------------------------------------------------- what is trained
 
 
-@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
+@pytest.mark.parametrize("targets", [*LORA_TARGETS, *NAMED])
 def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
     model, plain = patched_model.load_with_adapters(workload), loading.load_model(tiny_workload())
@@ -101,7 +107,7 @@ def test_adapters_have_the_models_dtype_and_are_the_same_for_a_seed(dtype):
 
 
 def test_equal_sets_of_targets_are_equal():
-    texts = ",".join(reversed(MLP)), "v_proj,q_proj,v_proj", "all"
+    texts = ",".join(reversed(MLP_PROJECTIONS)), "v_proj,q_proj,v_proj", "all"
     assert [*map(adapter_config.lora_targets, texts)] == ["mlp", "q_proj,v_proj", "all"]
 
 
@@ -112,7 +118,7 @@ def test_the_learning_rate_is_ten_times_that_of_full_fine_tuning():
     assert not tiny_workload(*RANK).is_on_the_page
 
 
-@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
+@pytest.mark.parametrize("targets", [*LORA_TARGETS, *NAMED])
 def test_flops_are_what_pytorch_counts(targets):
     workload = tiny_workload("--lora-rank", "4", "--lora-targets", targets)
     model = patched_model.load_with_adapters(workload)
@@ -141,7 +147,7 @@ def test_the_optimizer_holds_moments_of_adapters_alone(kernels):
     model = apply_kernels(adapted(), [name for name in kernels if name in MODEL_KERNELS])
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     trained = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(model, 1e-2, kernels)
+    optimizer = make_kernel_optimizer(model, 1e-2, kernels)
     stepping.training_step(model, optimizer, [tiny_batch(), tiny_batch()])
     now = dict(model.named_parameters())
     assert set(optimizer.state) == {now[name] for name in trained}
@@ -287,7 +293,8 @@ def test_an_adapter_is_trained_further(base, saved, recorded):
 
 
 @pytest.mark.parametrize(
-    "targets, said", [([*ATTENTION], "attention"), (["v_proj", "q_proj"], "q_proj,v_proj")]
+    "targets, said",
+    [([*ATTENTION_PROJECTIONS], "attention"), (["v_proj", "q_proj"], "q_proj,v_proj")],
 )
 def test_an_adapter_that_peft_saved_is_loaded(base, tmp_path, targets, said, capsys):
     """Its file has the names that peft's own code gives."""
@@ -358,7 +365,7 @@ def test_an_adapter_of_another_config_is_refused_by_its_field(base, train_furthe
     ("named", "noted"), [("itself", False), ("another path", True), ("a revision", True)]
 )
 def test_what_peft_saved_is_judged_by_the_models_name(base, tmp_path, capsys, named, noted):
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(ATTENTION))
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=list(ATTENTION_PROJECTIONS))
     config.revision = "v2" if named == "a revision" else None
     theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -387,7 +394,7 @@ def test_an_adapter_of_4_bit_weights_goes_onto_the_model_they_were_made_of(base,
         )
 
 
-@pytest.mark.parametrize("targets", [*TARGETS, *NAMED])
+@pytest.mark.parametrize("targets", [*LORA_TARGETS, *NAMED])
 def test_the_base_has_one_digest_with_kernels_and_with_any_adapters(targets):
     model = adapted()
     expected = frozen_digest(model)
@@ -646,4 +653,4 @@ def test_adapters_and_models_are_not_saved_into_one_folder(adapter, base, run_sc
     for flags in ([], [*RANK, "--merge"]):
         outcome = run_script(finetune_baseline, *SMALL, *flags, "--save", str(adapter))
         assert_refused(outcome, "holds an adapter (adapter_config.json)")
-    assert set(TARGETS["all"]) == {*ATTENTION, *MLP}
+    assert set(LORA_TARGETS["all"]) == {*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS}

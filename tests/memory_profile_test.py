@@ -30,7 +30,7 @@ from harness.steps import stepping
 from next_steps.memory import memory_ledger, memory_profile, peak_attribution, profile
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS, LOSS, PARAMETERS, STATE, Ledger
 from next_steps.memory.peak_attribution import KEPT, TEMPORARY, UNSEEN, WORKSPACES, part_of
-from next_steps.patches.apply_kernels import apply_kernels, make_optimizer
+from next_steps.patches.apply_kernels import apply_kernels, make_kernel_optimizer
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_real_step, estimate_of
 from tools.page_records import RESULTS
@@ -69,7 +69,7 @@ def observe(kernels: list[str], config=None) -> Observed:
     apply_kernels(model, of_model(kernels))
     ledger = Ledger(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-3, kernels)
+    optimizer = make_kernel_optimizer(model, 1e-3, kernels)
     batches = [dataset.random_batch(SHAPE, 257, DEVICE) for _ in range(2)]
     stepping.training_step(model, optimizer, batches[:1])
     memory_profile.observed_step(model, optimizer, stepping.in_steps(batches, 1), ledger)
@@ -135,8 +135,10 @@ def test_every_part_is_what_it_is_said_to_be(kernels):
 
 def without(part: str):
     """A ledger that never hears whose these are."""
-    claim = Ledger.claim
-    return lambda ledger, owner, *tensors: None if owner == part else claim(ledger, owner, *tensors)
+    assign = Ledger.assign
+    return lambda ledger, owner, *tensors: (
+        None if owner == part else assign(ledger, owner, *tensors)
+    )
 
 
 def called(part: str, instead: str):
@@ -148,10 +150,10 @@ def called(part: str, instead: str):
 
 
 FAULTS_IN_THE_BOOKS = {
-    "gradients are not claimed": (Ledger, "claim", without(GRADIENTS)),
-    "the optimizer's state is not claimed": (Ledger, "claim", without(STATE)),
-    "batches are not claimed": (Ledger, "claim", without(BATCH)),
-    "nothing ever dies": (Ledger, "bury", lambda ledger, key: ledger.living.pop(key)),
+    "gradients are not assigned": (Ledger, "assign", without(GRADIENTS)),
+    "the optimizer's state is not assigned": (Ledger, "assign", without(STATE)),
+    "batches are not assigned": (Ledger, "assign", without(BATCH)),
+    "nothing ever dies": (Ledger, "forget", lambda ledger, key: ledger.living.pop(key)),
     "nobody recognizes the logits": (
         memory_ledger,
         "KIND_OF_CODE",
@@ -309,15 +311,15 @@ def test_what_is_printed_adds_up(record):
 def test_each_large_part_has_its_advice_and_what_is_in_use_is_not_advised(record):
     parts = dict.fromkeys(peak_attribution.MEASURED_PARTS, 10)
     large = {"parts": parts, "peak_memory_bytes": 90, "phase": "optimizer", "kernels": []}
-    flags = {part: flag for part, flag, _ in memory_profile.advice(large)}
+    flags = {part: flag for part, flag, _ in memory_profile.memory_advice(large)}
     assert flags == {
         PARAMETERS: "-", STATE: "-", GRADIENTS: "--kernels adamw", KEPT: "--kernels fused_layer",
         LOSS: "--kernels linear_cross_entropy", TEMPORARY: "--kernels adamw",
     }  # fmt: skip
-    in_use = memory_profile.advice(large | {"kernels": KERNELS, "phase": "backward"})
+    in_use = memory_profile.memory_advice(large | {"kernels": KERNELS, "phase": "backward"})
     assert [flag for part, flag, _ in in_use if part == TEMPORARY] == ["in use: fused_layer"]
     assert not any("--kernels" in flag for _, flag, _ in in_use)
-    assert memory_profile.advice(large | {"peak_memory_bytes": 1000}) == []
+    assert memory_profile.memory_advice(large | {"peak_memory_bytes": 1000}) == []
 
 
 @pytest.mark.exhaustive

@@ -397,7 +397,7 @@ def test_on_a_gpu_kernels_are_attributed_and_add_up(kernels, tmp_path):
     workload = Workload.from_flags(tiny_flags("--kernels", kernels), HAS_GPU)
     model = loading.load_model(workload)
     apply_kernels.apply_kernels(model, apply_kernels.model_kernels(workload.kernels))
-    optimizer = apply_kernels.make_optimizer(model, 1e-3, workload.kernels)
+    optimizer = apply_kernels.make_kernel_optimizer(model, 1e-3, workload.kernels)
     batches = [batch.to(DEVICE) for batch in dataset.load_data(workload, model.config, 4).train]
     steps = stepping.in_steps(batches, 1)
     for step in steps[:2]:

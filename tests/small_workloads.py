@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from harness.benchmark.checking import relative_error
-from harness.cli.adapter_config import TARGETS
+from harness.cli.adapter_config import LORA_TARGETS
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.flags import OF_BASELINE, FlagParser
 from harness.cli.workload import Workload
@@ -123,7 +123,7 @@ def loss_and_gradients(
 
 def with_adapters(model: torch.nn.Module, **options) -> torch.nn.Module:
     """peft's adapters, of all projections unless told; B is not 0, and nothing else is trained."""
-    options = {"r": 4, "target_modules": list(TARGETS["all"])} | options
+    options = {"r": 4, "target_modules": list(LORA_TARGETS["all"])} | options
     torch.manual_seed(2)
     config = peft.LoraConfig(init_lora_weights=False, **options)
     return peft.inject_adapter_in_model(config, model).train()

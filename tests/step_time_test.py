@@ -25,7 +25,7 @@ FACTS = architecture.ModelFacts(CONFIG)
 
 
 @functools.cache
-def work_of(*kernels, level=None, offload=False) -> step_time.Work:
+def work_of(*kernels, level=None, offload=False) -> step_time.CountingLedger:
     ways = {"kernels": kernels, "recompute": level, "offload": offload}
     return step_time.count_work(CONFIG, Workload(batch_size=B, seq_len=T, **ways))
 

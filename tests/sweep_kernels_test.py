@@ -24,7 +24,7 @@ from harness.records import run_records
 from harness.steps import timing
 from next_steps.comparisons import sweep_kernels, sweep_tables
 from next_steps.comparisons.sweep_kernels import (
-    Launch,
+    SweptLaunch,
     carried,
     carrying,
     settings_to_try,
@@ -42,7 +42,9 @@ EVERY_LAUNCH = [(kernel, i) for kernel, names in NAMES.items() for i in range(le
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-def make_launch(kernel: str, i: int, dtype: torch.dtype = torch.float32) -> sweep_kernels.Launch:
+def make_launch(
+    kernel: str, i: int, dtype: torch.dtype = torch.float32
+) -> sweep_kernels.SweptLaunch:
     return sweep_kernels.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
 
 
@@ -145,7 +147,7 @@ def test_wrong_gradient_off_the_targets_is_seen():
     assert fault.startswith("WRONG") and "other" in fault and "target" not in fault
 
 
-def behave(monkeypatch, launch: Launch, **behaviour) -> None:
+def behave(monkeypatch, launch: SweptLaunch, **behaviour) -> None:
     """Let the launch's kernel behave so, as mock.Mock takes it."""
     run = KernelInterface.__getitem__
 

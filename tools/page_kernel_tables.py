@@ -5,7 +5,7 @@ from collections import Counter
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_picture import rate_at
 from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
-from harness.cli.tables import Column, Table, number
+from harness.cli.tables import Column, Table, formatted
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.compile_targets import COMPILE_TARGETS
 from tools.page_records import RESULTS, load_record, page_table, per_cent, times
@@ -225,7 +225,10 @@ def fp8_casts() -> str:
         floor = row["bytes"] / record["copy_gbs"] / 1e3  # us
         alone, separate, fused = (row[f"{way}_us"] for way in ("alone", "separate", "fused"))
         us = alone, separate, fused, separate and separate - fused, floor
-        cells = number(row["tokens"], ",", missing="any"), *(number(t, missing="") for t in us)
+        cells = (
+            formatted(row["tokens"], ",", missing="any"),
+            *(formatted(t, missing="") for t in us),
+        )
         body.append((row["name"], *cells, per_cent(floor / fused)))
     times_us = "bf16 alone | and cast | fused | saved | floor | of copy"
     return page_table(body, f"cast, µs | tokens | {times_us}")
@@ -236,7 +239,7 @@ def fp8_products() -> str:
     body = []
     for row in load_record("fp8_costs")["products"]:
         bf16, fast, slow = us = [row[f"{way}_us"] for way in ("bf16", "fast", "accurate")]
-        cells = (number(each) for each in (*us, bf16 - fast, bf16 - slow))
+        cells = (formatted(each) for each in (*us, bf16 - fast, bf16 - slow))
         shape = " × ".join(f"{n:,}" for n in row["shape"])
         body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
     times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from exercises.grading.exercise import Exercise
-from harness.cli.tables import number, table
+from harness.cli.tables import formatted, table
 from harness.steps import timing
 
 
@@ -31,6 +31,8 @@ def times_table(exercise: Exercise, launch: Callable) -> str:
     for name, call in calls.items():
         microseconds = timing.graph_time_us(call) or timing.time_us(call).p50
         rate = n_bytes / microseconds / 1e3
-        rows.append([name, number(microseconds), number(rate, ",.0f"), f"{rate / copy_rate:.0%}"])
+        rows.append(
+            [name, formatted(microseconds), formatted(rate, ",.0f"), f"{rate / copy_rate:.0%}"]
+        )
     size = exercise.in_words(*exercise.timed)
     return table([f"{size}, bf16", "us", "GB/s", "of the copy rate"], rows)

@@ -8,7 +8,7 @@ from harness.benchmark.benchmark_tables import sections_of
 from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
 from harness.records.run_records import gpu_line
 
-FEW = 2  # places along x are drawn as bars: a line needs more points to say anything
+MOST_BARS = 2  # places along x are drawn as bars: a line needs more points to say anything
 HOST_STYLE = {"linestyle": "--", "linewidth": 1.2, "markersize": 3, "alpha": 0.7}
 # One colour per library; apart for colour-blind readers too (Okabe and Ito, 2008).
 COLOURS = {
@@ -42,7 +42,7 @@ def line_style(name: str) -> dict:
         specs.SEPARATE: "^",
         specs.NORM_APART: "^",
         specs.WIDE_MOMENTS: "v",
-        specs.PLAIN: "v",
+        specs.PLAIN_FORM: "v",
     }
     marker = markers.get(name, "s" if name.endswith("in place") else "o")
     width = 2.5 if name.startswith(OURS) else 1.5
@@ -163,7 +163,7 @@ def draw_lines(pair, name: str, along: str, rate: Rate, points: list, ceiling: f
 def plot(record: dict, path: str) -> None:
     """Draw for each kernel, by both clocks, times over tokens or sizes, and rates."""
     parts = list(panels(record))
-    few = [len({x for x, _ in points}) <= FEW for *_, points in parts]
+    few = [len({x for x, _ in points}) <= MOST_BARS for *_, points in parts]
     columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
     size = 7 * columns + 2 * (columns == 1), 5 * len(parts)
     how = {"figsize": size, "squeeze": False, "layout": "constrained"}

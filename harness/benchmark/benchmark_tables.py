@@ -2,7 +2,7 @@
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
-from harness.cli.tables import NO_GPU_NOTE, Column, Table, number, title
+from harness.cli.tables import NO_GPU_NOTE, Column, Table, formatted, title
 from harness.records.run_records import ceilings_card, gpu_line
 
 
@@ -14,7 +14,7 @@ def share(record: dict, section: dict, row: dict | None) -> str:
     """Return the row's GB/s or TFLOP/s as a percentage of the measured copy or matmul rate."""
     rate = SPECS[section["kernel"]].rate
     reached = None if row is None else row[rate.key]
-    return number(None if reached is None else 100 * reached / record[rate.ceiling_key], ".0f")
+    return formatted(None if reached is None else 100 * reached / record[rate.ceiling_key], ".0f")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:
@@ -30,11 +30,11 @@ def ratio(above: float | None, below: float | None, spec: str) -> str:
 
 
 def megabytes(n_bytes: int | None) -> str:
-    return number(None if n_bytes is None else n_bytes / 1e6, ",.0f")
+    return formatted(None if n_bytes is None else n_bytes / 1e6, ",.0f")
 
 
 def microseconds(time: float | None) -> str:
-    return number(time, ",.1f" if time is not None and time < 1000 else ",.0f")
+    return formatted(time, ",.1f" if time is not None and time < 1000 else ",.0f")
 
 
 # The times of a table are by up to three clocks, whose names the pages use too.
@@ -65,7 +65,7 @@ def error_columns(spec: specs.Spec, title: str) -> list[Column]:
     ]
 
 
-PLAYBOOK = {  # kernel: title, columns
+PLAYBOOK_TABLES = {  # kernel: title, columns
     "rmsnorm": (
         "RMSNorm Benchmark — Custom Triton vs. PyTorch Reference",
         *("Tokens", "Custom (us)", "PyTorch (us)", "Custom (GB/s)", "PyTorch (GB/s)", "Speedup"),
@@ -80,7 +80,7 @@ PLAYBOOK = {  # kernel: title, columns
 
 def playbook_table(record: dict, section: dict) -> str:
     """The playbook's: our kernel against PyTorch as Hugging Face calls it, forward + backward."""
-    name, *headers = PLAYBOOK[section["kernel"]]
+    name, *headers = PLAYBOOK_TABLES[section["kernel"]]
     env = record["environment"]
     lines = [title(name, env["gpu"]), gpu_line(env)]
     size = f"{section['size']:,}"
@@ -95,8 +95,8 @@ def playbook_table(record: dict, section: dict) -> str:
         shown = {"Custom": rows[OURS], "PyTorch": rows.get(specs.EAGER, missing)}
         cells = {"Tokens": f"{tokens:,}"}
         for who, row in shown.items():
-            cells[f"{who} (us)"] = number(row["total_us"][1])
-            cells[f"{who} (GB/s)"] = number(row["gbs"], ",.0f")
+            cells[f"{who} (us)"] = formatted(row["total_us"][1])
+            cells[f"{who} (GB/s)"] = formatted(row["gbs"], ",.0f")
             cells[f"{who} Mem (MB)"] = megabytes(row["extra_bytes"])
         ours, eager = shown.values()
         cells["Speedup"] = ratio(eager["total_us"][1], ours["total_us"][1], ".2f")
@@ -180,7 +180,7 @@ def render(record: dict) -> str:
     blocks = [] if env["gpu"] else [NO_GPU_NOTE]
     blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
     for section in record["sections"]:
-        if section["kernel"] in PLAYBOOK:
+        if section["kernel"] in PLAYBOOK_TABLES:
             blocks.append(playbook_table(record, section))
         blocks.append(full_table(record, section))
     several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]

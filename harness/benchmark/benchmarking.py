@@ -93,7 +93,7 @@ class Call:
         return output, self.backward(output)
 
 
-class Step:
+class OptimizerStep:
     """The same for an optimizer, on its own parameter: a call is one step."""
 
     def __init__(self, problem: Problem, implementation: Implementation):
@@ -114,10 +114,10 @@ class Step:
         return self.p, self.both()
 
 
-def prepare(problem: Problem, implementation: Implementation) -> Call | Step:
+def prepare(problem: Problem, implementation: Implementation) -> Call | OptimizerStep:
     if HAS_GPU:
         device.free_memory()  # which the implementation before held; on a CPU it is little
-    return (Step if problem.wrt is None else Call)(problem, implementation)
+    return (OptimizerStep if problem.wrt is None else Call)(problem, implementation)
 
 
 def gradient_errors(problem: Problem, implementation: Implementation) -> dict[str, float]:

@@ -13,12 +13,21 @@ from pathlib import Path
 
 from harness.cli.command_line import UserError, flag_name, positive_float, positive_int
 
-ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
-MLP = "gate_proj", "up_proj", "down_proj"
+ATTENTION_PROJECTIONS = "q_proj", "k_proj", "v_proj", "o_proj"
+MLP_PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 # by the words of --lora-targets, which also takes names: the projections that get adapters
-TARGETS = {"all": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
-ALL = TARGETS["all"]
-SHARING = ATTENTION[:3], ATTENTION[3:], MLP[:2], MLP[2:]  # projections of one input
+LORA_TARGETS = {
+    "all": (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS),
+    "attention": ATTENTION_PROJECTIONS,
+    "mlp": MLP_PROJECTIONS,
+}
+ALL = LORA_TARGETS["all"]
+SHARING = (
+    ATTENTION_PROJECTIONS[:3],
+    ATTENTION_PROJECTIONS[3:],
+    MLP_PROJECTIONS[:2],
+    MLP_PROJECTIONS[2:],
+)  # projections of one input
 SETTINGS = "lora_rank", "lora_alpha", "lora_targets"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
 MODEL_CONFIG = "config.json"  # transformers' name
@@ -34,17 +43,17 @@ PLAIN_STARTS = True, False, "gaussian"  # values of init_lora_weights that leave
 
 def projections(targets: str) -> tuple[str, ...]:
     """Return the projections that a value of --lora-targets names."""
-    return TARGETS.get(targets) or tuple(targets.split(","))
+    return LORA_TARGETS.get(targets) or tuple(targets.split(","))
 
 
 def lora_targets(text: str) -> str:
     """argparse type: a word of TARGETS or projections' names; equal sets become equal texts."""
     names = projections(text)
     if unknown := [name for name in names if name not in ALL]:
-        found, words = ", ".join(map(repr, unknown)), ", ".join(TARGETS)
+        found, words = ", ".join(map(repr, unknown)), ", ".join(LORA_TARGETS)
         raise ArgumentTypeError(f"{found}: expected {words}, or names of {','.join(ALL)}")
     chosen = tuple(name for name in ALL if name in names)
-    return next((word for word in TARGETS if TARGETS[word] == chosen), ",".join(chosen))
+    return next((word for word in LORA_TARGETS if LORA_TARGETS[word] == chosen), ",".join(chosen))
 
 
 def settings(args: Namespace) -> dict:

@@ -10,7 +10,7 @@ import torch
 
 from harness.cli import interpreter
 from harness.cli.command_line import UserError
-from harness.cli.flags import TINY
+from harness.cli.flags import TINY_MODEL
 from kernel_support import INTERPRETED
 
 HAS_GPU = torch.cuda.is_available()
@@ -38,7 +38,7 @@ def take_threads(model: str) -> None:
 
     Several threads wait for each other up to a hundred times as long as they work.
     """
-    if model == TINY and not HAS_GPU and "OMP_NUM_THREADS" not in os.environ:
+    if model == TINY_MODEL and not HAS_GPU and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
 
 

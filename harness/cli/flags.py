@@ -18,14 +18,14 @@ from fnmatch import fnmatch
 from typing import NamedTuple
 
 from harness.cli import command_line
-from harness.cli.adapter_config import TARGETS, lora_targets
+from harness.cli.adapter_config import LORA_TARGETS, lora_targets
 from harness.cli.command_line import UserError, positive_float, positive_int
 from harness.cli.processes import PARALLEL, world_size
 
 # ---------------------------------------------------------------- words that flags take
 
 DEFAULT_MODEL = "meta-llama/Llama-3.1-8B"
-TINY = "tiny"  # a small random LLaMA of bytes
+TINY_MODEL = "tiny"  # a small random LLaMA of bytes
 DTYPES = "bf16", "fp32"
 # of --seq-len and --dtype, with a GPU and without: Triton's interpreter is slow
 SEQ_LEN = {True: 512, False: 64}
@@ -35,7 +35,7 @@ FP8_ALL = "all"  # of --fp8, where the weights are trained, and with LoRA
 IN_FP8 = "all kernels, fp8"  # what studies call such a run
 FP8_COMPACT = "compact"  # of --fp8 with LoRA alone
 QUANTIZED = ("nf4",)
-MOMENTS = ("8bit",)  # AdamW's, if not in --dtype
+MOMENT_WORDS = ("8bit",)  # AdamW's, if not in --dtype
 # not averaged: the first steps compile kernels and fill the allocator's cache
 WARMUP_STEPS = 2
 # next_steps/finetuning/opponents.py makes them
@@ -82,7 +82,7 @@ OF_LORA = {
     "--lora-targets": row(
         "which projections get adapters, in a word or by name: q_proj,v_proj (default: all)",
         type=lora_targets,
-        metavar="|".join([*TARGETS, "NAME,NAME"]),
+        metavar="|".join([*LORA_TARGETS, "NAME,NAME"]),
     ),
     "--adapter": row("train the adapters further that --save wrote to DIR", metavar="DIR"),
     "--quantize": row("the layers' frozen weights in 4 bits", choices=QUANTIZED),
@@ -156,7 +156,7 @@ OF_CHECKPOINTS = {
 }
 OF_BASELINE = OF_TRAINING | OF_FINETUNING | OF_CHECKPOINTS  # of finetune_baseline.py
 OF_KERNELS = {
-    "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENTS),
+    "--moments": row("the adamw kernel's m and v in 8 bits each", choices=MOMENT_WORDS),
     "--fp8": row(
         "the fused layer's matrix products in FP8; 'compact', with LoRA: half the frozen weights' "
         f"memory (default: {FP8_ALL})",
@@ -249,7 +249,7 @@ def excludes(flags: str, others: str, sentence: str, where: str = "") -> Rule:
 # with the value from the command line if the condition has values; {n} is the number of processes.
 # A user reads the first rule that is broken.
 LORA = "--lora-rank --adapter"
-COMPILED = "--opponent=compile*|unsloth*|torchao*"  # these compile a step
+COMPILED_OPPONENTS = "--opponent=compile*|unsloth*|torchao*"  # these compile a step
 TOO_SHORT = f"--steps={'|'.join(map(str, range(1, WARMUP_STEPS + 1)))}"
 RULES = [
     excludes("--kernels", "--opponent",
@@ -294,7 +294,7 @@ RULES = [
     excludes("--opponent=compile-reduce-overhead", "--cuda-graph --accumulate",
         "{flag} records CUDA graphs of its own, which no other graph can hold and which overwrite "
         "sums of gradients: leave {other} out"),
-    excludes(f"--cuda-graph {COMPILED}", "--pack",
+    excludes(f"--cuda-graph {COMPILED_OPPONENTS}", "--pack",
         "{flag} records or compiles a step for those after it, and with {other} samples end "
         "elsewhere in each: leave one of the two out"),
     excludes("--offload", "--cuda-graph",
@@ -308,7 +308,7 @@ RULES = [
         "torchrun --nproc-per-node 2 SCRIPT"),
     excludes("--cuda-graph --offload", "SEVERAL",
         "{flag} is for one process and torchrun started {n}: leave it out"),
-    excludes(COMPILED, "SEVERAL",
+    excludes(COMPILED_OPPONENTS, "SEVERAL",
         "{flag} is for one process and torchrun started {n}: take fused-adamw, rms-norm or liger"),
     needs("--opponent=unsloth-fp8", LORA,
         "{flag} freezes the weights: add --lora-rank R or --adapter DIR"),

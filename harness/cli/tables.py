@@ -18,7 +18,7 @@ NO_GPU_NOTE = (
 NOT_MEANINGFUL = " (CPU: timings not meaningful)"
 # which clock a table's times are by
 OF_STEPS = "Times of steps: wall clock, from an idle GPU to an idle GPU; the host is in them."
-OF_KERNELS = "Times of kernels: on the GPU; the host is not in them."
+TIMES_OF_KERNELS = "Times of kernels: on the GPU; the host is not in them."
 
 
 def title(text: str, on_gpu: bool | str | None = True) -> str:
@@ -39,7 +39,7 @@ class Column(NamedTuple):
         value = self.value(row) if callable(self.value) else row.get(self.value)
         if value is not None and callable(self.write):
             return self.write(value)
-        return number(value, self.write, self.missing)
+        return formatted(value, self.write, self.missing)
 
 
 class Table(NamedTuple):
@@ -101,7 +101,7 @@ def table(*args, **keywords) -> str:
     return Table(*args, **keywords).text()
 
 
-def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:
+def formatted(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:
     return missing if value is None else format(value, spec)
 
 

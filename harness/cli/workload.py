@@ -12,7 +12,15 @@ from pathlib import Path
 
 from harness.cli import adapter_config, flags
 from harness.cli.command_line import UserError, flag_name
-from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, FP8_COMPACT, OPPONENTS, SEQ_LEN, TINY
+from harness.cli.flags import (
+    DEFAULT_MODEL,
+    DTYPE,
+    FP8_ALL,
+    FP8_COMPACT,
+    OPPONENTS,
+    SEQ_LEN,
+    TINY_MODEL,
+)
 from harness.cli.output_files import check_outputs
 from harness.cli.processes import FSDP, world_size
 
@@ -36,7 +44,7 @@ class Workload:
     The last fields say how; there such runs may differ.
     """
 
-    model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY
+    model: str = DEFAULT_MODEL  # Hugging Face id, directory, or TINY_MODEL
     random_init: bool = False
     first_layers: int | None = None  # the model's first ones alone; None: all of them
     dtype: str = DTYPE[True]  # of flags.DTYPES
@@ -59,7 +67,7 @@ class Workload:
     world_size: int | None = None  # processes, if torchrun started several; no flag
 
     kernels: tuple[str, ...] = field(default=(), compare=False)
-    moments: str | None = field(default=None, compare=False)  # of flags.MOMENTS
+    moments: str | None = field(default=None, compare=False)  # of flags.MOMENT_WORDS
     stochastic_rounding: bool = field(default=False, compare=False)
     fp8: str | None = field(default=None, compare=False)  # FP8_ALL or FP8_COMPACT
     recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
@@ -121,7 +129,7 @@ class Workload:
         adapters = adapter_config.settings(args)
         if getattr(args, "lr", 0) is None:
             # adapters, of which one matrix begins as 0, bear a larger step than weights do
-            given["lr"] = (1e-3 if given["model"] == TINY else 1e-5) * (10 if adapters else 1)
+            given["lr"] = (1e-3 if given["model"] == TINY_MODEL else 1e-5) * (10 if adapters else 1)
         if world_size() > 1:
             given |= {"parallel": given.get("parallel", FSDP), "world_size": world_size()}
         given["kernels"] = tuple(given.get("kernels", ()))
@@ -161,7 +169,7 @@ class Workload:
         models = {record["model"]: record["weights"]}
         if "teacher" in record:
             models[record["teacher"]] = record["teacher_weights"]
-        drawn = any(words == RANDOM and name != TINY for name, words in models.items())
+        drawn = any(words == RANDOM and name != TINY_MODEL for name, words in models.items())
         return cls(**said | {"random_init": drawn, "kernels": tuple(record["kernels"])})
 
     def as_record(self) -> dict:
@@ -196,7 +204,7 @@ class Workload:
 
 def same_place(one: str | None, other: str | None) -> bool:
     """Return True if two values of a setting in PATHS name the same model or file."""
-    if one == other or None in (one, other) or TINY in (one, other):
+    if one == other or None in (one, other) or TINY_MODEL in (one, other):
         return one == other
     return os.path.realpath(one) == os.path.realpath(other)
 
@@ -209,7 +217,7 @@ def changes(before: dict, now: dict) -> list[str]:
 
 def draws_weights(model: str, workload: Workload) -> bool:
     """Return True if `model`, the workload's or its teacher's, gets random weights."""
-    return model == TINY or workload.random_init
+    return model == TINY_MODEL or workload.random_init
 
 
 def weights_in_words(model: str, workload: Workload) -> str:

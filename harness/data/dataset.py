@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from harness.cli.command_line import UserError
-from harness.cli.flags import TINY
+from harness.cli.flags import TINY_MODEL
 from harness.cli.workload import Workload, draws_weights, read_file
 from harness.data import packing, samples, token_cache
 from harness.data.samples import Samples
@@ -259,7 +259,7 @@ def load_tokenizer(workload: Workload):
     None: UTF-8 bytes are the tokens, for random weights and for a vocabulary of bytes alone.
     """
     model = workload.model
-    if model == TINY or drawn_example(workload):
+    if model == TINY_MODEL or drawn_example(workload):
         return None
     config = read_config_file(model)
     if Path(model).is_dir() and not any(Path(model).glob("token*")):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.cli.adapter_config import ATTENTION, CONFIG, WEIGHTS, projections
+from harness.cli.adapter_config import ATTENTION_PROJECTIONS, CONFIG, WEIGHTS, projections
 from harness.cli.command_line import UserError
 from harness.cli.workload import Frozen, Workload, draws_weights, same_place
 from harness.model import architecture
@@ -87,7 +87,7 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
         found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
     shapes = {}
     for name, (rows, columns) in ModelFacts(config).shapes.items():
-        part = "self_attn" if name in ATTENTION else "mlp"
+        part = "self_attn" if name in ATTENTION_PROJECTIONS else "mlp"
         if name in projections(workload.lora_targets):
             for layer in range(config.num_hidden_layers):
                 prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"

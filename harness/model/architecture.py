@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, masking_utils
 
-from harness.cli.adapter_config import ATTENTION, MLP, SHARING, projections
+from harness.cli.adapter_config import ATTENTION_PROJECTIONS, MLP_PROJECTIONS, SHARING, projections
 from harness.cli.workload import Workload, changes
 from harness.model.families import FAMILIES
 
@@ -124,7 +124,7 @@ class ModelFacts:
         kv_heads = config.num_key_value_heads * self.head_size
         shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
         shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-        return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
+        return dict(zip((*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS), shapes, strict=True))
 
     @property
     def layer_weights(self) -> int:

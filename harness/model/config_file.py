@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from harness.cli.command_line import UserError, ran_out_of_memory
 from harness.cli.device import HAS_GPU
-from harness.cli.flags import DEFAULT_MODEL, TINY
+from harness.cli.flags import DEFAULT_MODEL, TINY_MODEL
 from harness.cli.workload import Workload
 from harness.model import architecture
 from harness.model.architecture import ModelFacts, keep_layers, with_one_layer
@@ -38,7 +38,7 @@ def load_config(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
     model, seq_len, on_gpu = workload.model, workload.seq_len, HAS_GPU or for_gpu
     use = "use --model tiny (or a model under 1 billion parameters)"
     no_gpu = f"{model} needs a CUDA GPU and none was found; {use}"
-    if model == TINY:
+    if model == TINY_MODEL:
         config = architecture.tiny_config()
     elif family := drawn_example(workload):
         config = family.example_config()
@@ -84,7 +84,7 @@ def read_config_file(model: str) -> dict:
             path = Path(download_config(model))
         content = path.read_bytes()
     except OSError as error:  # a folder without permission, a name that is too long
-        given = f"--model {shortened(model)}"
+        given = f"--model {cut_short(model)}"
         raise UserError(f"{given} cannot be read: {error.strerror}") from error
     with reading(f"the configuration of {model}"):
         values = json.loads(content)
@@ -113,7 +113,7 @@ def download_config(model: str) -> str:
     try:
         return hf_hub_download(model, "config.json")
     except hub_errors.HFValidationError as error:
-        given = repr(shortened(model))
+        given = repr(cut_short(model))
         raise UserError(f"{given} is neither a directory nor a Hugging Face model id") from error
     except (hub_errors.EntryNotFoundError, hub_errors.HTTPError, OSError) as error:
         # LocalEntryNotFoundError: the file is not cached; the hub's answer is in the cause
@@ -166,7 +166,7 @@ def misfits_in_words(missing: Iterable, unexpected: Iterable, misshapen: Iterabl
     return "; ".join(f"{len(names)} {kind}, {names[0]} among them" for kind, names in said if names)
 
 
-def shortened(text: str) -> str:
+def cut_short(text: str) -> str:
     """Return text from outside, cut to 200 characters."""
     return text if len(text) <= 200 else f"{text[:196]} ..."
 

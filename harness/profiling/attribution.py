@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from harness.profiling import kernel_facts
-from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
+from harness.profiling.costs import NO_COST, Cost, cost_of_kernel
 from harness.profiling.kernel_facts import ADAPTERS, KERNEL_ROWS, OTHER, PHASES, Sizes
 
 PROJECTION = "projection"  # the range of one alone, inside the range of it and its adapter
@@ -230,7 +230,7 @@ def counted_once(events: list[FunctionEvent], costs: dict[int, Cost]) -> dict[in
     """
 
     def visit(event: FunctionEvent) -> dict[int, Cost]:
-        own, inside = costs.get(event.id, NOTHING), visit_all(event.cpu_children)
+        own, inside = costs.get(event.id, NO_COST), visit_all(event.cpu_children)
         larger = own.n_bytes > sum(cost.n_bytes for cost in inside.values())
         return {event.id: own} if larger else inside
 
@@ -268,7 +268,7 @@ def attribute(
         cost = cost_of_kernel(work.name, launches[work.name], sizes) if sizes else None
         if cost is None:  # the cost of its operation, once
             counts = operation is not None and operation not in row["launchers"]
-            cost = costs.get(operation.id, NOTHING) if counts else NOTHING
+            cost = costs.get(operation.id, NO_COST) if counts else NO_COST
         row["launchers"].add(operation or work)
         category, phase = category_of_kernel(work.name), "other"
         if work.launcher is not None:

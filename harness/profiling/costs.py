@@ -27,18 +27,18 @@ class Cost(NamedTuple):
     fp8_flops: float = 0.0  # those among them that multiply numbers of FP8
 
 
-NOTHING = Cost(0.0, 0.0)
+NO_COST = Cost(0.0, 0.0)
 # bytes of a number, by the names under which the profiler writes dtypes
 WIDTHS = {
     **{"c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "float": 4, "double": 8},
     **{"long int": 8, "long": 8, "int": 4, "bool": 1},
 }
-INTEGERS = {"long int", "long", "int"}
+INTEGER_NAMES = {"long int", "long", "int"}
 # position of the first factor
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 # q @ k.t() and p @ v; the backward computes the first again, and four gradients
 ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
-ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
+ATTENTION_OPERATION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
     *("silu", "silu_backward", "_log_softmax", "_log_softmax_backward_data", "cumsum"),
@@ -185,7 +185,7 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
     in_place = name.endswith("_")
     nothing_or_numbers = all(operand.shape == () for operand in operands)
     if not name.startswith("aten::") or nothing_or_numbers:
-        return NOTHING
+        return NO_COST
     first, read = operands[0], sum(operand.n_bytes for operand in operands)
     if kind in MATMULS:
         a, b = operands[MATMULS[kind] : MATMULS[kind] + 2]
@@ -196,7 +196,7 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         moved = added + a.n_bytes + b.n_bytes + result * width
         flops = 2.0 * result * a.shape[-1]
         return Cost(moved, flops, flops if in_fp8 else 0.0)
-    if ATTENTION.match(name):
+    if ATTENTION_OPERATION.match(name):
         way = "backward" if name.endswith("_backward") else "forward"
         results = operands[:1] if way == "forward" else operands[1:4]
         flops = ATTENTION_PRODUCTS[way] * 2.0 * first.numel * seq_len / 2
@@ -216,11 +216,11 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
     if kind in ("copy", "cat"):
         return Cost(read * (1.0 if kind == "copy" else 2.0), 0.0)
     if kind in ROW_PICKS | PICKS:
-        (index,) = (o for o in operands if o.dtype in INTEGERS and o.shape)
-        source = next(o for o in operands if o.dtype not in INTEGERS and o.shape)
+        (index,) = (o for o in operands if o.dtype in INTEGER_NAMES and o.shape)
+        source = next(o for o in operands if o.dtype not in INTEGER_NAMES and o.shape)
         picked = index.numel * (source.shape[-1] if kind in ROW_PICKS else 1)
         return Cost(index.n_bytes + 2.0 * picked * WIDTHS[source.dtype], 0.0)
-    return NOTHING
+    return NO_COST
 
 
 def costs_of_trace(
@@ -235,7 +235,7 @@ def costs_of_trace(
         step_counts = "adamw" in kernels and event["name"].startswith("aten::_foreach_")
         if event.get("cat") == "cpu_op" and "Input Dims" in event["args"] and not step_counts:
             cost = cost_of_call(event["name"], event["args"], sizes, seq_len)
-            if cost != NOTHING:
+            if cost != NO_COST:
                 costs[event["args"]["External id"]] = cost
     return costs
 

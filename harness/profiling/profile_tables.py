@@ -24,7 +24,7 @@ OF_A_GRAPH = (
     "the replay's."
 )
 # parts that most runs lack: they have a row only where there is something in them
-HIDDEN = ADAPTERS, DEQUANTIZATION, FP8_CASTS, COMMUNICATION, UNATTRIBUTED, "other"
+HIDDEN_CATEGORIES = ADAPTERS, DEQUANTIZATION, FP8_CASTS, COMMUNICATION, UNATTRIBUTED, "other"
 
 
 def sum_table(headers: list[str], rows: list[tuple[str, float, int]]) -> str:
@@ -52,7 +52,7 @@ def operations_table(record: dict) -> str:
 def parts_table(header: str, parts: dict, device: str) -> str:
     """Return the table of categories or phases."""
     rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
-    rows = [row for row in rows if row[2] or row[0] not in HIDDEN]
+    rows = [row for row in rows if row[2] or row[0] not in HIDDEN_CATEGORIES]
     counted = "Launches" if device == "CUDA" else "Operation calls"
     return sum_table([header, f"{device} time", "Share", counted], rows)
 
@@ -62,7 +62,9 @@ def totals(record: dict) -> str:
     on_gpu = record["device"] == "CUDA"
     busy_ms, median_ms = record["busy_us"] / 1e3, record["median_step_ms"]
     idle = max(0.0, 1 - busy_ms / median_ms)
-    resting = tables.number(record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9)
+    resting = tables.formatted(
+        record["resting_memory_bytes"] and record["resting_memory_bytes"] / 1e9
+    )
     profiled_ms = record["profiled_step_ms"]
     profiled = [("Step under the profiler:", f"{profiled_ms:,.1f} ms")]
     if record["timeline"]:
@@ -84,7 +86,7 @@ def totals(record: dict) -> str:
         ("Memory before the step:", in_memory),
         (peak, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
     ]
-    clocks = [tables.OF_KERNELS, tables.OF_STEPS] if on_gpu else []
+    clocks = [tables.TIMES_OF_KERNELS, tables.OF_STEPS] if on_gpu else []
     return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])
 
 
@@ -258,7 +260,7 @@ def diagnosis(record: dict) -> str:
     if "power" in record:  # not in older records and those of a CPU
         lines.append(f"Power and clock during the steps: {power_in_words(record['power'])}")
     lines += [host_line(record), *communication_lines(record), *waiting_lines(record)]
-    lines += [tables.OF_KERNELS] if on_gpu else []
+    lines += [tables.TIMES_OF_KERNELS] if on_gpu else []
     blocks = [
         "\n".join(lines),
         findings_table("Category", list(diagnose.judge_categories(record).values())),

@@ -67,7 +67,7 @@ class Checkpoints:
         return self.folder is not None or self.resume is not None
 
 
-def read(folder: str, workload: Workload) -> tuple[Path, dict]:
+def read_checkpoint(folder: str, workload: Workload) -> tuple[Path, dict]:
     """Return the newest checkpoint in a folder and its facts, if the workload may go on from it.
 
     Prints where the run goes on, and what it does in another way than before.

@@ -99,7 +99,7 @@ def cross_entropy_contenders(dtype: str) -> Contenders:
     ours = [
         Implementation(specs.OURS, loss()),
         Implementation(specs.IN_PLACE, loss(inplace=True), backward_again=False),
-        Implementation(specs.PLAIN, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
+        Implementation(specs.PLAIN_FORM, cross_entropy_kernel.PlainCrossEntropyFunction.apply),
     ]
     return Contenders(pytorch, ours, NO_LOSS, compile_ours=True)
 

@@ -27,7 +27,7 @@ CUTE_IN_PLACE = f"{CUTE}, in place"
 CUTE_OPS = "liger_kernel.ops.cutedsl.ops"
 
 
-def pinned(function: Callable, language: str = "triton") -> Callable:
+def in_language(function: Callable, language: str = "triton") -> Callable:
     """Return a function of Liger-Kernel that takes kernels in this language, in each call.
 
     Liger-Kernel chooses by itself, for some kernels CuTe DSL where CUTLASS is installed.
@@ -52,7 +52,7 @@ def liger_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
     # The host reads the number of valid targets.
-    return [Implementation(LIGER_IN_PLACE, pinned(LigerCrossEntropyLoss()), waits=True)]
+    return [Implementation(LIGER_IN_PLACE, in_language(LigerCrossEntropyLoss()), waits=True)]
 
 
 def liger_swiglu(name: str = LIGER_IN_PLACE, ops: str = "liger_kernel.ops") -> list[Implementation]:
@@ -63,7 +63,7 @@ def liger_rope() -> list[Implementation]:
     from liger_kernel.transformers import liger_rotary_pos_emb
 
     # It overwrites q, k and the gradients of its outputs.
-    return [Implementation(LIGER_IN_PLACE, pinned(liger_rotary_pos_emb))]
+    return [Implementation(LIGER_IN_PLACE, in_language(liger_rotary_pos_emb))]
 
 
 def liger_qk_norm_rope() -> list[Implementation]:
@@ -74,13 +74,13 @@ def liger_qk_norm_rope() -> list[Implementation]:
         return LigerRMSNormFunction.apply(x, weight, QWEN3_EPS, 0.0, "llama", False)
 
     # Its RoPE overwrites the results of its norm, and the gradients that come in.
-    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, pinned(liger_rotary_pos_emb)))]
+    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, in_language(liger_rotary_pos_emb)))]
 
 
 def liger_linear_cross_entropy(name: str = LIGER, language: str = "triton") -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = pinned(LigerFusedLinearCrossEntropyLoss(), language)
+    loss = in_language(LigerFusedLinearCrossEntropyLoss(), language)
     # The host reads that number here too.
     return [Implementation(name, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
 
@@ -90,7 +90,7 @@ def liger_reverse_kl() -> list[Implementation]:
 
     # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
-    jsd = pinned(LigerJSD(beta=1.0))
+    jsd = in_language(LigerJSD(beta=1.0))
 
     def reverse_kl(*logits):
         return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))

@@ -61,7 +61,7 @@ def comparison_row(
     name: str, before_us: float, after_us: float, predicted_us: float | None
 ) -> list[str]:
     gain = f"{(before_us - after_us) / 1e3:,.3f}"
-    predicted = tables.number(predicted_us and predicted_us / 1e3, ",.3f", missing="")
+    predicted = tables.formatted(predicted_us and predicted_us / 1e3, ",.3f", missing="")
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
@@ -92,7 +92,7 @@ def render_comparison(before: dict, after: dict) -> str:
         f"{model_line(before)}; {size_in_words(before)}",
         "",
         tables.title("What the kernels changed", on_gpu),
-        *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
+        *([tables.TIMES_OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
         categories(before, after).text(),
         "",
         only_in("Went away:", old, new),

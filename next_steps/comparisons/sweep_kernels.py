@@ -39,7 +39,7 @@ HANDFUL = 4  # settings per launch on the CPU, beside the file's own
 
 
 @dataclass(frozen=True)
-class Launch:
+class SweptLaunch:
     """A launcher on inputs of its own, and the settings of its kernel that may be tried."""
 
     name: str
@@ -63,7 +63,7 @@ def processors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count if HAS_GPU else 2
 
 
-def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
+def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[SweptLaunch]:
     kernels, (inputs, douts) = rmsnorm_kernel, rmsnorm.make((n_rows,), H, dtype)
     x, weight, dy = *inputs.values(), douts["y"]
     forward = functools.partial(kernels.rmsnorm_forward, x, weight, rmsnorm.EPS)
@@ -80,13 +80,13 @@ def rmsnorm_launches(n_rows: int, H: int, dtype: torch.dtype) -> list[Launch]:
         return found + [shipped | {"STAGES": stages} for stages in (2, 6)]
 
     return [
-        Launch(
+        SweptLaunch(
             *("RMSNorm forward", kernels, "_rmsnorm_fwd_kernel", ("num_warps",)),
             lambda shipped: [{"num_warps": n} for n in (1, 2, 4, 8, 16, 32)],
             forward,
             lambda outputs: dict(zip(("y", "rstd"), outputs)),
         ),
-        Launch(
+        SweptLaunch(
             *("RMSNorm backward", kernels, "_rmsnorm_bwd_kernel", knobs, backward_settings),
             functools.partial(kernels.rmsnorm_backward, dy, x, weight, rstd),
             lambda outputs: dict(zip(("dx", "dw"), outputs)),
@@ -112,7 +112,7 @@ def one_program_per_row(shipped: Setting) -> list[Setting]:
     return found + tiles(shipped, (32,), [(1, 1)])
 
 
-def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Launch]:
+def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[SweptLaunch]:
     kernels, (inputs, douts) = cross_entropy_kernel, cross_entropy.make_plain((n_rows,), V, dtype)
     logits, targets = inputs.values()
     forward = functools.partial(kernels.cross_entropy_forward, logits, targets)
@@ -136,13 +136,13 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
 
     knobs = "num_warps", "TILE_ROWS", "TILE_COLS"
     return [
-        Launch(
+        SweptLaunch(
             *("Cross-entropy forward", kernels, "_cross_entropy_fwd_kernel", knobs),
             one_program_per_row,
             forward,
             lambda outputs: {"loss": outputs[0], "m": outputs[1][:, 0], "d": outputs[1][:, 1]},
         ),
-        Launch(
+        SweptLaunch(
             *("Cross-entropy backward", kernels, "_cross_entropy_bwd_kernel", knobs),
             one_program_per_row,
             functools.partial(
@@ -150,7 +150,7 @@ def cross_entropy_launches(n_rows: int, V: int, dtype: torch.dtype) -> list[Laun
             ),
             parts,
         ),
-        Launch(
+        SweptLaunch(
             *("Cross-entropy in place, loss and gradient", kernels),
             *("_cross_entropy_inplace_kernel", (*knobs, "n_programs"), in_place_settings),
             functools.partial(kernels.cross_entropy_inplace, overwritten, targets),
@@ -167,7 +167,7 @@ LAUNCHES = {"rmsnorm": rmsnorm_launches, "cross_entropy": cross_entropy_launches
 
 
 @contextlib.contextmanager
-def carrying(launch: Launch, setting: Setting) -> Iterator[SimpleNamespace]:
+def carrying(launch: SweptLaunch, setting: Setting) -> Iterator[SimpleNamespace]:
     """Give the launch this setting, as if its file carried it; with {} the file's own setting.
 
     Yields what the last launch of the kernel left: `launched`, its options, and `compiled`.
@@ -200,14 +200,14 @@ def poisoned_outputs() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def carried(launch: Launch) -> tuple[Setting, Parts]:
+def carried(launch: SweptLaunch) -> tuple[Setting, Parts]:
     """Return the setting that the file carries, and the outputs."""
     with carrying(launch, {}) as kernel, poisoned_outputs():
         outputs = launch.outputs()
     return {knob: kernel.launched[knob] for knob in launch.knobs}, outputs
 
 
-def settings_to_try(launch: Launch, shipped: Setting) -> list[Setting]:
+def settings_to_try(launch: SweptLaunch, shipped: Setting) -> list[Setting]:
     """Return the file's setting, then the others without repetition; on the CPU a handful."""
     others = []
     for setting in launch.others(shipped):
@@ -225,7 +225,7 @@ def difference(found: torch.Tensor, shipped: torch.Tensor) -> float:
     return (far / size).item()
 
 
-def try_setting(launch: Launch, setting: Setting, expected: Parts) -> dict:
+def try_setting(launch: SweptLaunch, setting: Setting, expected: Parts) -> dict:
     """Return the setting's row: its time, or the reason why it has none."""
     row = {"setting": setting, "us": None, "registers": None, "spills": None, "fault": None}
     with carrying(launch, setting) as kernel:

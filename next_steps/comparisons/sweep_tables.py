@@ -1,6 +1,6 @@
 """What the sweep prints: every setting of a launch with its time, and advice for the file."""
 
-from harness.cli.tables import NO_GPU_NOTE, number, table, title
+from harness.cli.tables import NO_GPU_NOTE, formatted, table, title
 from harness.records.run_records import ceilings_card
 
 Setting = dict[str, int]  # some of KNOBS
@@ -49,9 +49,9 @@ def setting_row(record: dict, section: dict, row: dict) -> list[str]:
         programs(value, section) if knob == "n_programs" else value
         for knob, value in row["setting"].items()
     ]
-    resources = [number(row[key], "d") for key in ("registers", "spills")]
+    resources = [formatted(row[key], "d") for key in ("registers", "spills")]
     note = row["fault"] or ("<- in file" if row["setting"] == section["shipped"] else "")
-    return [*cells, number(row["us"]), number(share, ".0f"), *resources, note]
+    return [*cells, formatted(row["us"]), formatted(share, ".0f"), *resources, note]
 
 
 def section_table(record: dict, section: dict) -> str:

@@ -21,7 +21,7 @@ from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
 from next_steps.finetuning import checkpoint
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.patches.apply_kernels import make_optimizer
+from next_steps.patches.apply_kernels import make_kernel_optimizer
 from next_steps.patches.patched_model import load_patched
 from next_steps.patches.projections import layers_in_fp8
 
@@ -39,7 +39,9 @@ def train_with_kernels(
     parallel.start(workload)
     with checkpoints.folder_locked():
         resumes = checkpoints.resume is not None
-        path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
+        path, before = (
+            resuming.read_checkpoint(checkpoints.resume, workload) if resumes else (None, None)
+        )
         look_at_data(workload, before and before["day"])
         model, called, optimizer = prepare_kernels(workload)
         if checkpoints.is_asked:
@@ -66,7 +68,7 @@ def prepare_kernels(workload: Workload) -> tuple[torch.nn.Module, Callable, torc
 def optimizer_for(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
     """Return the workload's AdamW; for a CUDA graph it counts its steps on the GPU."""
     how = workload.kernels, workload.stochastic_rounding, workload.moments
-    return make_optimizer(model, workload.lr, *how, capturable=workload.cuda_graph)
+    return make_kernel_optimizer(model, workload.lr, *how, capturable=workload.cuda_graph)
 
 
 def take_all_steps(

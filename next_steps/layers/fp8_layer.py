@@ -43,7 +43,7 @@ from typing import NamedTuple
 import torch
 
 from kernel_support import outside_autocast, refuse_second_derivative
-from next_steps.layers.lora_linear import as_rows
+from next_steps.layers.lora_linear import as_matrix
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
     Rows,
@@ -92,7 +92,7 @@ def bias_gradients(douts, needed):
     return [dout.sum(0) if need else None for dout, need in zip(douts, needed)]
 
 
-def input_gradient(dout, weights, scale, casts, name):
+def fp8_input_gradient(dout, weights, scale, casts, name):
     """Return dx (N, I), the sum over all of the weights, of Rows dout (N, sum of O)."""
     turned = casts.once(  # (I, sum of O)
         f"{name}, turned", lambda: quantize_transposed(*weights, scale=scale)
@@ -130,7 +130,7 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
         needed: a bool for each gradient that is returned, in the same order.
     """
     need_x, need_norm_weight, *need_weights = needed
-    rows = as_rows(x)  # (N, H)
+    rows = as_matrix(x)  # (N, H)
     gradients = [None] * len(weights)
     if any(need_weights):
         norm, of_results = (rmsnorm_fp8, dout) if douts is None else (rmsnorm_forward, douts)
@@ -139,7 +139,7 @@ def norm_gradients(dout, douts, dresidual, ctx, x, norm_weight, rstd, scale, wei
     if not (need_x or need_norm_weight):
         return [None, None, *gradients]
 
-    dy = input_gradient(dout, weights, scale, ctx.casts, name)  # (N, H)
+    dy = fp8_input_gradient(dout, weights, scale, ctx.casts, name)  # (N, H)
     dx, dnorm_weight = rmsnorm_backward(dy.view(x.shape), x, norm_weight, rstd, need_norm_weight)
     if dresidual is not None:
         dx.add_(dresidual)
@@ -157,7 +157,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, norm_weight, eps, casts, *tensors):
         weights, biases = tensors[::2], tensors[1::2]
-        y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
+        y, rstd = rmsnorm_fp8(as_matrix(x), norm_weight, eps)  # (N, H), (N,) fp32
         out, scale = results(y, weights, casts, QKV)
         if biases[0] is not None:
             out += torch.cat(biases)
@@ -180,7 +180,7 @@ class NormFP8LinearFunction(torch.autograd.Function):
         if not used:
             return dresidual, None, None, None, *gradients
 
-        douts = [as_rows(douts[i]) for i in used]  # (N, O)
+        douts = [as_matrix(douts[i]) for i in used]  # (N, O)
         needed = [need_x, need_norm_weight, *(need_weights[i] for i in used)]
         in_fp8 = takes_fp8(len(douts[0]))
         dout = quantize_rows(*douts) if in_fp8 or any(needed[:2]) else None  # (N, sum of O)
@@ -202,7 +202,7 @@ class FP8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, casts, weight):
-        out, scale = results(quantize_rows(as_rows(x)), [weight], casts, O)
+        out, scale = results(quantize_rows(as_matrix(x)), [weight], casts, O)
         ctx.casts, ctx.shape = casts, x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, scale)
         return out.view(*x.shape[:-1], -1)
@@ -213,15 +213,15 @@ class FP8LinearFunction(torch.autograd.Function):
         refuse_second_derivative("FP8 in the layer")
         x, weight, scale = ctx.saved_tensors
         need_x, _, need_weight = ctx.needs_input_grad
-        douts = [as_rows(dout)]  # (N, O)
+        douts = [as_matrix(dout)]  # (N, O)
         in_fp8 = takes_fp8(len(douts[0]))
         rounded = quantize_rows(*douts) if in_fp8 or need_x else None
         dx = dw = None
         if need_weight:
-            x = quantize_rows(as_rows(x)) if in_fp8 else as_rows(x)  # again
+            x = quantize_rows(as_matrix(x)) if in_fp8 else as_matrix(x)  # again
             (dw,) = weight_gradients(rounded if in_fp8 else douts, x, [weight], [True])
         if need_x:
-            dx = input_gradient(rounded, [weight], scale, ctx.casts, O).view(ctx.shape)
+            dx = fp8_input_gradient(rounded, [weight], scale, ctx.casts, O).view(ctx.shape)
         return dx, None, dw
 
 
@@ -233,7 +233,7 @@ class FP8MLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, eps, casts, w_gate, w_up, w_down):
-        y, rstd = rmsnorm_fp8(as_rows(x), norm_weight, eps)  # (N, H), (N,) fp32
+        y, rstd = rmsnorm_fp8(as_matrix(x), norm_weight, eps)  # (N, H), (N,) fp32
         both, scale = results(y, [w_gate, w_up], casts, GATE_UP)  # (N, 2 I), ()
         inner = swiglu_fp8(*both.chunk(2, dim=1))
         out, scale_down = results(inner, [w_down], casts, DOWN)
@@ -252,10 +252,10 @@ class FP8MLPFunction(torch.autograd.Function):
         if dout is None:
             return dresidual, *[None] * 6
 
-        dout, (gate, up) = as_rows(dout), both.chunk(2, dim=1)  # (N, H), (N, I)
+        dout, (gate, up) = as_matrix(dout), both.chunk(2, dim=1)  # (N, H), (N, I)
         in_fp8 = takes_fp8(len(dout))
         rounded = quantize_rows(dout)
-        dinner = input_gradient(rounded, [w_down], scale_down, ctx.casts, DOWN)  # (N, I)
+        dinner = fp8_input_gradient(rounded, [w_down], scale_down, ctx.casts, DOWN)  # (N, I)
         dw_down = douts = None
         if in_fp8:
             dboth, inner = swiglu_fp8_backward(dinner, gate, up)  # (N, 2 I), (N, I)

@@ -36,7 +36,7 @@ from torch.nn.functional import linear
 
 from kernel_support import outside_autocast, refuse_second_derivative
 from next_steps.layers import lora_linear as lora
-from next_steps.layers.lora_linear import as_rows
+from next_steps.layers.lora_linear import as_matrix
 from next_steps.layers.lora_swiglu import LARGEST_RANK, lora_swiglu_backward, lora_swiglu_forward
 from next_steps.lessons import swiglu_kernel as swiglu
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward, rmsnorm_reference
@@ -88,14 +88,14 @@ class NormLinearFunction(torch.autograd.Function):
         if all(dout is None for dout in douts):
             return dresidual, *[None] * (6 + len(needed))
 
-        douts = [None if dout is None else as_rows(dout) for dout in douts]  # (N, O)
+        douts = [None if dout is None else as_matrix(dout) for dout in douts]  # (N, O)
         need_dy = need_x or need_norm_weight
         if ctx.add and (need_dy or any(needed[1::4])):
             dh = lora.thin_gradient(douts, h, ctx.scales, b)
         if lora.needs_input(douts, needed):
             if y is None:
                 y = rmsnorm_forward(x, norm_weight, ctx.eps)[0]  # again
-            y = as_rows(y)  # (N, H)
+            y = as_matrix(y)  # (N, H)
         gradients = lora.parameter_gradients(y, douts, h, dh, ctx.scales, b, needed)
         del y
         if not need_dy:
@@ -140,7 +140,7 @@ class SwiGLULinearFunction(torch.autograd.Function):
         gate, up, y, h, b_gate, b_up, h_down, w, a, b = ctx.saved_tensors
         need_gate, need_up, need_h, _, _, _, need_b_gate, need_b_up, *needed = ctx.needs_input_grad
         scales, last_scale = ctx.scales[:2], ctx.scales[2:]
-        dout = [as_rows(dout)]  # (N, O)
+        dout = [as_matrix(dout)]  # (N, O)
         dh_down = lora.thin_gradient(dout, h_down, last_scale, [b])
         need_y = lora.needs_input(dout, needed)
         options = {
@@ -155,10 +155,10 @@ class SwiGLULinearFunction(torch.autograd.Function):
             dgate, dup, again = lora_swiglu_backward(
                 dy, gate, up, h, scales, b_gate, b_up, dh_down, a, **options
             )
-        y = as_rows(again if y is None else y) if need_y else None
+        y = as_matrix(again if y is None else y) if need_y else None
         gradients = lora.parameter_gradients(y, dout, h_down, dh_down, last_scale, [b], needed)
 
-        douts, bs = [as_rows(dgate), as_rows(dup)], (b_gate, b_up)
+        douts, bs = [as_matrix(dgate), as_matrix(dup)], (b_gate, b_up)
         needed_b = (False, False, need_b_gate, False) + (False, False, need_b_up, False)
         of_b = lora.parameter_gradients(None, douts, h, None, scales, bs, needed_b)[2::4]
         dh = lora.thin_gradient(douts, h, scales, bs) if need_h else None

@@ -84,18 +84,18 @@ def products(x, scales, bases, tensors, add=True):
     h = stacked = None
     if a:
         stacked = a[0] if len(a) == 1 else torch.cat(a)
-        h = as_rows(x) @ stacked.t()
+        h = as_matrix(x) @ stacked.t()
     outs = base_results(x, weights, biases, bases)
     for out, h_one, b_one, scale in zip(outs, parts(h, b), b, scales):
         if add and b_one is not None:
-            as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)
+            as_matrix(out).addmm_(h_one, b_one.t(), alpha=scale)
     return outs, h, stacked
 
 
 def base_results(x, weights, biases, bases):
     """Return a list of x @ w.t() + bias (..., O), each in memory of its own."""
     if multiply_codes(bases):
-        outs = bases[0].results(as_rows(x), bases)  # (N, O)
+        outs = bases[0].results(as_matrix(x), bases)  # (N, O)
         outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases)]
         return [unflattened(out, x) for out in outs]
     weights = (w if base is None else base.dequantized() for w, base in zip(weights, bases))
@@ -110,7 +110,7 @@ def biased(x, weight, bias):
 
     PyTorch's own is a view of a matrix, and autograd forbids to change a view that a Function made.
     """
-    return unflattened(torch.addmm(bias, as_rows(x), weight.t()), x)
+    return unflattened(torch.addmm(bias, as_matrix(x), weight.t()), x)
 
 
 def unflattened(out, x):
@@ -170,7 +170,7 @@ def input_gradient(douts, dh, stacked, bases, weights):
     return dx if dh is None else dx.addmm_(dh, stacked)
 
 
-def as_rows(t: torch.Tensor) -> torch.Tensor:
+def as_matrix(t: torch.Tensor) -> torch.Tensor:
     """Return t (..., I) as (N, I): a view where one exists.  One exists of a product's result."""
     return t.reshape(-1, t.shape[-1])
 
@@ -239,14 +239,14 @@ class LoRALinearFunction(torch.autograd.Function):
         x, h, stacked, *others = ctx.saved_tensors
         weights, b = others[: len(douts)], others[len(douts) :]
         need_x, _, _, *needed = ctx.needs_input_grad
-        douts = [None if dout is None else as_rows(dout) for dout in douts]
+        douts = [None if dout is None else as_matrix(dout) for dout in douts]
         if all(dout is None for dout in douts):
             return None, None, None, *[None] * len(needed)
 
         dh = None
         if need_x or any(needed[1::4]):
             dh = thin_gradient(douts, h, ctx.scales, b)
-        x = None if x is None else as_rows(x)
+        x = None if x is None else as_matrix(x)
         gradients = parameter_gradients(x, douts, h, dh, ctx.scales, b, needed)
         dx = None
         if need_x:

@@ -71,7 +71,7 @@ from next_steps.lessons.adamw_kernel import (
 
 BLOCK = 256  # elements that share scales; a warp's, 8 in each thread
 NUM_WARPS = 1  # one block a program: the best of 12 settings on an H100
-TINY = tl.constexpr(2.0**-126)  # the smallest fp32 number that no GPU takes for 0
+SMALLEST = tl.constexpr(2.0**-126)  # the smallest fp32 number that no GPU takes for 0
 
 
 class Moments(NamedTuple):
@@ -123,7 +123,7 @@ def _in_blocks(t: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_code(x: torch.Tensor, scale: torch.Tensor, levels: int) -> torch.Tensor:
-    return ((x / scale.clamp_min(TINY.value).unsqueeze(1)).sqrt().sqrt() * levels + 0.5).floor()
+    return ((x / scale.clamp_min(SMALLEST.value).unsqueeze(1)).sqrt().sqrt() * levels + 0.5).floor()
 
 
 # ---- The kernel: one block of one parameter
@@ -132,7 +132,7 @@ def _nearest_code(x: torch.Tensor, scale: torch.Tensor, levels: int) -> torch.Te
 # bytes of codes at once.
 
 
-# The codes of numbers that are not negative, as fp32; scale is TINY or more.
+# The codes of numbers that are not negative, as fp32; scale is SMALLEST or more.
 @triton.jit
 def _code_of(x, scale, levels: tl.constexpr):
     return tl.floor(tl.sqrt(tl.sqrt(x / scale)) * levels + 0.5)
@@ -193,8 +193,8 @@ def _adamw8_kernel(
     m_scale, root_scale = tl.max(size, 0), tl.max(root, 0)
     tl.store(m_scale_ptr, m_scale)
     tl.store(root_scale_ptr, root_scale)
-    m_code = _code_of(size, tl.maximum(m_scale, TINY), 127)
-    v_code = _code_of(root, tl.maximum(root_scale, TINY), 256) - 1.0
+    m_code = _code_of(size, tl.maximum(m_scale, SMALLEST), 127)
+    v_code = _code_of(root, tl.maximum(root_scale, SMALLEST), 256) - 1.0
     m_code = tl.where(m < 0, -m_code, m_code)
     tl.store(m_ptr + lane, m_code.to(tl.int8), mask=mask)
     tl.store(v_ptr + lane, tl.maximum(v_code, 0.0).to(tl.uint8), mask=mask)

@@ -313,7 +313,7 @@ def number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
     if type(value) is float:  # and not NumPy's, which is a subclass
         return value
     is_tensor = isinstance(value, torch.Tensor)
-    if not is_number(value):
+    if not is_real_number(value):
         given = f"a tensor of shape {tuple(value.shape)}" if is_tensor else repr(value)
         expected = "a number or a plain tensor of one"
         raise ValueError(f"{name} is {given}, expected {expected}: choose another.")
@@ -327,7 +327,7 @@ def number_for(device: torch.device, name: str, value) -> float | torch.Tensor:
     return value.item() if value.device.type == "cpu" else value.to(device, non_blocking=True)
 
 
-def is_number(value) -> bool:
+def is_real_number(value) -> bool:
     """Return True for a real number of Python or NumPy, and for a plain tensor of one."""
     if isinstance(value, torch.Tensor):
         plain = value.layout == torch.strided and not is_traceable_wrapper_subclass(value)

@@ -36,7 +36,7 @@ from next_steps.lessons.adamw8 import (
     new_moments,
     quantize_moments,
 )
-from next_steps.lessons.adamw_kernel import MOMENTS, adamw_step, check_overlap, is_number
+from next_steps.lessons.adamw_kernel import MOMENTS, adamw_step, check_overlap, is_real_number
 
 # ---- A gradient that is no more
 #
@@ -364,7 +364,7 @@ def _check_group(group: dict) -> None:
                     raise ValueError(f"{given}, and moments_dtype is torch.uint8: choose another.")
 
     def within(value, below: float = math.inf) -> bool:
-        return is_number(value) and 0.0 <= value < below
+        return is_real_number(value) and 0.0 <= value < below
 
     def plain(value) -> float | torch.Tensor:
         return value if isinstance(value, torch.Tensor) else float(value)

@@ -165,14 +165,14 @@ class Ledger(TorchDispatchMode):
         self.time += 1
         self.living[key] = block
         self.blocks.append(block)
-        weakref.finalize(storage, self.bury, key).atexit = False
+        weakref.finalize(storage, self.forget, key).atexit = False
         return block
 
-    def bury(self, key: int) -> None:
+    def forget(self, key: int) -> None:
         self.living.pop(key).died = self.time
         self.time += 1
 
-    def claim(self, part: str, *tensors: torch.Tensor) -> None:
+    def assign(self, part: str, *tensors: torch.Tensor) -> None:
         """Say what these tensors are for.  Storages older than the ledger begin to count here."""
         for tensor in tensors:
             if tensor.device.type == self.device:
@@ -208,10 +208,10 @@ class Ledger(TorchDispatchMode):
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Claim the gradients; before the optimizer is made, whose hooks may free them."""
         for p in trained(model):
-            p.register_post_accumulate_grad_hook(lambda p: self.claim(GRADIENTS, p.grad))
+            p.register_post_accumulate_grad_hook(lambda p: self.assign(GRADIENTS, p.grad))
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Enter the stages by hooks on whole layers; claim parameters and optimizer state."""
+        """Enter the stages by hooks on whole layers; assign parameters and optimizer state."""
         layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
         for n, layer in enumerate(layers, start=1):
@@ -223,11 +223,11 @@ class Ledger(TorchDispatchMode):
         layers[-1].register_forward_hook(lambda *_: self.enter("loss"))
         model.register_forward_hook(lambda *_: self.enter("backward"))
         optimizer.register_step_pre_hook(lambda *_: self.enter("optimizer"))
-        self.claim(PARAMETERS, *model.parameters(), *model.buffers())
-        self.claim_state(optimizer)
+        self.assign(PARAMETERS, *model.parameters(), *model.buffers())
+        self.assign_state(optimizer)
 
-    def claim_state(self, optimizer: torch.optim.Optimizer) -> None:
-        self.claim(STATE, *(t for values in optimizer.state.values() for t in values.values()))
+    def assign_state(self, optimizer: torch.optim.Optimizer) -> None:
+        self.assign(STATE, *(t for values in optimizer.state.values() for t in values.values()))
 
     def on_gradient(self, tensor: torch.Tensor, layer: int) -> None:
         """Enter the backward of a layer when its output's gradient, if it has one, is complete."""

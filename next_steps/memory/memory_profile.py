@@ -22,11 +22,11 @@ from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import KERNEL_ROWS, KERNELS, PHASES
 from harness.records import run_records
 from harness.steps import stepping
-from next_steps.memory import memory_ledger as books
+from next_steps.memory import memory_ledger
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.memory.memory_ledger import BATCH, EMBEDDING, Ledger
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
-from next_steps.patches.apply_kernels import make_optimizer
+from next_steps.patches.apply_kernels import make_kernel_optimizer
 from next_steps.patches.patched_model import load_patched
 from next_steps.patches.projections import layers_in_fp8
 
@@ -38,7 +38,7 @@ def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Le
     """Take a training step with the last of the steps' micro-batches and write the ledger."""
     ledger.follow(model, optimizer)
     for batch in itertools.chain(*steps):
-        ledger.claim(BATCH, *batch.tensors().values())
+        ledger.assign(BATCH, *batch.tensors().values())
     gc.collect()
     gc.freeze()  # later collections skip what exists now
     with ledger:
@@ -81,7 +81,7 @@ def report_memory(
     model = load_patched(workload)
     ledger = Ledger(DEVICE)
     ledger.follow_gradients(model)
-    optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
+    optimizer = make_kernel_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
     batches = [batch.to(DEVICE) for batch in data.train]
     steps = stepping.in_steps(batches, workload.micro_batches)
     for batches in steps[:warmup]:
@@ -124,29 +124,32 @@ LARGE = 0.05  # of the peak: smaller parts get no advice
 LOSS_WIDTH, OPTIMIZER_WIDTH, EMBEDDING_WIDTH = 0.15, 0.4, 0.03
 
 # What makes a part, or a part in one phase, smaller: a kernel, and how.
-ADVICE = {
-    books.PARAMETERS: (None, "every weight once, in --dtype"),
-    books.STATE: (None, "AdamW's two moments of every weight, in --dtype or --moments"),
+MEMORY_ADVICE = {
+    memory_ledger.PARAMETERS: (None, "every weight once, in --dtype"),
+    memory_ledger.STATE: (None, "AdamW's two moments of every weight, in --dtype or --moments"),
     **{part: (row.name, how) for row in KERNEL_ROWS for part, how in row.memory.items()},
 }
 OF_SUMS = {
-    books.GRADIENTS: (None, "sums over micro-batches: there from the first one's backward on")
+    memory_ledger.GRADIENTS: (
+        None,
+        "sums over micro-batches: there from the first one's backward on",
+    )
 }
 COLORS = {
-    books.PARAMETERS: "#4c6a92",
-    books.STATE: "#8fa9c9",
-    books.GRADIENTS: "#e8923a",
+    memory_ledger.PARAMETERS: "#4c6a92",
+    memory_ledger.STATE: "#8fa9c9",
+    memory_ledger.GRADIENTS: "#e8923a",
     KEPT: "#5aa469",
-    books.LOSS: "#c8443c",
+    memory_ledger.LOSS: "#c8443c",
     TEMPORARY: "#9467bd",
     "other": "#b5b5b5",
 }
 
 
-def advice(record: dict) -> list[list[str]]:
+def memory_advice(record: dict) -> list[list[str]]:
     """Return, for each large part: its name, the flag that makes it smaller, and how."""
     rows = []
-    known = ADVICE | (OF_SUMS if "accumulate" in record else {})
+    known = MEMORY_ADVICE | (OF_SUMS if "accumulate" in record else {})
     for part, n_bytes in record["parts"].items():
         if n_bytes > LARGE * record["peak_memory_bytes"] and part in known:
             kernel, how = known.get((part, record["phase"]), known[part])
@@ -163,7 +166,7 @@ def render(record: dict) -> str:
     shown = [part for part in MEASURED_PARTS if any(each["parts"][part] for each in moments)]
 
     def row(label: str, *values: int | None) -> list[str]:
-        return [label, *(tables.number(v if v is None else v / unit, ",.2f") for v in values)]
+        return [label, *(tables.formatted(v if v is None else v / unit, ",.2f") for v in values)]
 
     rows = [(part, [each["parts"][part] for each in moments]) for part in shown]
     rows.append(("Total", [peak, *(each["bytes"] for each in moments[1:])]))
@@ -176,7 +179,7 @@ def render(record: dict) -> str:
         numbers = f"{group['tensors']:,}", f"{group['bytes'] / 1e6:,.1f}"
         group_rows.append([group["part"], group["maker"], *numbers, example])
     where_counted = "" if on_gpu else " (CPU: the tensors' own bytes)"
-    where = books.stage_in_words(record["phase"], record["layer"], record["layers"])
+    where = memory_ledger.stage_in_words(record["phase"], record["layer"], record["layers"])
     largest = ["Largest at the peak", "Made by", "Tensors", "MB", "The largest of them"]
     phase_rows = [row(label, *of[1:]) for label, of in rows]
     lines = [
@@ -192,7 +195,7 @@ def render(record: dict) -> str:
         "",
         tables.table(largest, group_rows, ["left", "left", "right", "right", "left"]),
     ]
-    if advised := advice(record):
+    if advised := memory_advice(record):
         lines += ["", tables.table(["Large part", "Smaller with", "Which"], advised, ["left"] * 3)]
     if on_gpu:
         label = "Peak of the step before, without the ledger:"

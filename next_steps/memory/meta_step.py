@@ -29,7 +29,7 @@ from next_steps.memory.memory_ledger import BATCH, Ledger
 from next_steps.patches import apply_kernels, patched_model, projections
 
 MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
-ATTENTION = "as_on_a_gpu"  # the name of `meta_attention` in transformers
+META_ATTENTION = "as_on_a_gpu"  # the name of `meta_attention` in transformers
 
 
 def meta_attention(module, query, key, value, mask, *, scaling, dropout=0.0, **kwargs):
@@ -89,21 +89,21 @@ def run_step(config: PreTrainedConfig, workload: Workload, ledger: Ledger | None
             projections.quantize_model(model, workload.frozen_as)
         add_adapters(model, workload)
         if model.config._attn_implementation != "eager":
-            ALL_ATTENTION_FUNCTIONS.register(ATTENTION, meta_attention)
-            model.config._attn_implementation = ATTENTION
+            ALL_ATTENTION_FUNCTIONS.register(META_ATTENTION, meta_attention)
+            model.config._attn_implementation = META_ATTENTION
         shape = workload.batch_size, workload.seq_len
         batches = [dataset.random_batch(shape, 1, "meta") for _ in range(workload.micro_batches)]
         patched_model.patch(model, workload)
         ledger.follow_gradients(model)
         # foreach: what PyTorch's AdamW chooses for tensors on a GPU
-        optimizer = apply_kernels.make_optimizer(
+        optimizer = apply_kernels.make_kernel_optimizer(
             model, 1e-5, workload.kernels, moments=workload.moments, foreach=True
         )
         ledger.follow(model, optimizer)
         for batch in batches:
-            ledger.claim(BATCH, *batch.tensors().values())
+            ledger.assign(BATCH, *batch.tensors().values())
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
-        ledger.claim_state(optimizer)  # which the first step made
+        ledger.assign_state(optimizer)  # which the first step made
         stepping.training_step(model, optimizer, batches[:MICRO_BATCHES])
     ledger.sample()
     return ledger

@@ -14,12 +14,20 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from harness.profiling.kernel_facts import PHASES
-from next_steps.memory import memory_ledger as books
+from next_steps.memory import memory_ledger
 from next_steps.memory.memory_ledger import LOSS, Block, Ledger
 
 KEPT, TEMPORARY, WORKSPACES = "activations", "temporaries", "cuBLAS workspaces"
 PARTS = [
-    *(books.PARAMETERS, books.STATE, books.GRADIENTS, KEPT, LOSS, TEMPORARY, books.BATCH),
+    *(
+        memory_ledger.PARAMETERS,
+        memory_ledger.STATE,
+        memory_ledger.GRADIENTS,
+        KEPT,
+        LOSS,
+        TEMPORARY,
+        memory_ledger.BATCH,
+    ),
     WORKSPACES,
 ]
 UNSEEN = "inside operations, rounding"
@@ -54,7 +62,7 @@ def blocks_at(ledger: Ledger, moment: int) -> list[Block]:
 class Window:
     """The time of one sample; each birth and death is the next moment, from 0 on."""
 
-    sample: books.Sample
+    sample: memory_ledger.Sample
     first: int
     last: int
     highest: int  # the moment at which the ledger's sum is highest
@@ -102,7 +110,7 @@ def groups(ledger: Ledger, moment: int) -> list[dict]:
     found = defaultdict(list)
     for block in blocks_at(ledger, moment):
         part = part_of(ledger, block)
-        if part not in (books.PARAMETERS, books.STATE, books.BATCH):
+        if part not in (memory_ledger.PARAMETERS, memory_ledger.STATE, memory_ledger.BATCH):
             maker = block.kind if part == KEPT and block.kind else block.operation
             found[part, maker].append(block)
     rows = []
@@ -121,7 +129,7 @@ def groups(ledger: Ledger, moment: int) -> list[dict]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
+def memory_timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
     """Return the parts over the step: the highest moment of each stretch of each stage."""
     gaps = {}  # between the ledger's sum and the allocator's
     for window in found:
@@ -170,5 +178,5 @@ def account(ledger: Ledger, workspaces: int) -> dict:
         "operation": peak.sample.operation,
         "largest": groups(ledger, peak.highest),
         "phases": {phase: describe(highest_of(found, phase)) for phase in PHASES},
-        "timeline": timeline(parts, found),
+        "timeline": memory_timeline(parts, found),
     }

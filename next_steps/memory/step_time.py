@@ -33,7 +33,7 @@ from next_steps.patches import offload
 LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
 
-class Work(Ledger):
+class CountingLedger(Ledger):
     """A ledger that also counts what the operations of the last step do."""
 
     def __init__(self, sizes: costs.Sizes):
@@ -96,10 +96,10 @@ def tensors_in(tree) -> list[torch.Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def count_work(config: PreTrainedConfig, workload: Workload) -> Work:
+def count_work(config: PreTrainedConfig, workload: Workload) -> CountingLedger:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
-    return run_step(config, one, Work(costs.sizes_of(ModelFacts(config, one))))
+    return run_step(config, one, CountingLedger(costs.sizes_of(ModelFacts(config, one))))
 
 
 def link_rate() -> float:
@@ -130,7 +130,7 @@ def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, f
     return rates
 
 
-def predict_ms(work: Work, rates: dict, micro_batches: int = 1) -> float:
+def predict_ms(work: CountingLedger, rates: dict, micro_batches: int = 1) -> float:
     """Return the milliseconds of a step, from one micro-batch's work.
 
     The rates are matmul_tflops, copy_gbs, link_gbs, and attention_tflops, forward and backward.

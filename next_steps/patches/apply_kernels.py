@@ -180,7 +180,7 @@ def triton_adamw(
     """Return AdamW in one kernel per parameter, which steps during the backward.
 
     So gradients never all exist at once (but with DDP), and they cannot be clipped.  moments: of
-    flags.MOMENTS; None: in the parameters' dtype.
+    flags.MOMENT_WORDS; None: in the parameters' dtype.
     """
     return TritonAdamW(
         stepping.trained(model),
@@ -196,7 +196,7 @@ def model_kernels(kernels: Sequence[str]) -> list[str]:
     return [name for name in kernels if name in MODEL_KERNELS]
 
 
-def make_optimizer(
+def make_kernel_optimizer(
     model: torch.nn.Module,
     lr: float,
     kernels: Sequence[str],

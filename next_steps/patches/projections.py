@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from harness.cli.adapter_config import SHARING, TARGETS
+from harness.cli.adapter_config import LORA_TARGETS, SHARING
 from harness.cli.command_line import UserError
 from harness.cli.workload import Frozen, Workload
 from harness.model.exact_modules import is_linear, is_matrix
@@ -83,9 +83,9 @@ def quantize_layer(layer: torch.nn.Module, kept_as: Frozen) -> None:
     """Do the same in one decoder layer."""
     found = [path for path, module in layer.named_modules() if type(module) is torch.nn.Linear]
     paths = {path.rpartition(".")[2]: path for path in found}
-    if paths.keys() != set(TARGETS["all"]):
+    if paths.keys() != set(LORA_TARGETS["all"]):
         given = f"a layer's plain matrices are {', '.join(sorted(paths)) or 'none'}"
-        expected = f"expected {', '.join(TARGETS['all'])}"
+        expected = f"expected {', '.join(LORA_TARGETS['all'])}"
         raise UserError(f"{given}, {expected}: quantize once, before adapters")
     for names in SHARING:
         linears = [layer.get_submodule(paths[name]) for name in names]

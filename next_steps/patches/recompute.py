@@ -113,7 +113,7 @@ def again(ctx) -> tuple[list[torch.Tensor], torch.Tensor]:
     return ctx.made
 
 
-def result_of(maker, *geometry) -> torch.Tensor:
+def recomputed_result(maker, *geometry) -> torch.Tensor:
     """Return the result of a `Recomputed`, or a view of it, from its node in the graph."""
     return again(maker)[1].detach().as_strided(*geometry)
 
@@ -140,7 +140,9 @@ class LayerHooks:
     def pack(self, t: torch.Tensor) -> torch.Tensor | Callable:
         version, maker = self.makers.get(StorageWeakRef(t.untyped_storage()), (None, None))
         if version == t._version:
-            return functools.partial(result_of, maker, t.size(), t.stride(), t.storage_offset())
+            return functools.partial(
+                recomputed_result, maker, t.size(), t.stride(), t.storage_offset()
+            )
         return self.offloader.layer.pack(t) if self.offloader else t
 
     def around(self, forward, hidden_states, *args, **kwargs):

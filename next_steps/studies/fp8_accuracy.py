@@ -38,7 +38,7 @@ from harness.cli import command_line, tables
 from harness.cli.command_line import positive_float, positive_int
 from harness.cli.flags import FP8_ALL, OF_FINETUNING, OF_TRAINING, FlagParser
 from harness.cli.output_files import check_outputs
-from harness.cli.tables import number
+from harness.cli.tables import formatted
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS
 from harness.records.run_records import environment_line, write_record
@@ -182,7 +182,7 @@ def more_steps(reference: list[float], curve: list[float], every: int) -> tuple[
 def table_row(way: str, found: list[dict], references: list[dict], every: int) -> list[str]:
     """Return a row of the table, from a way's runs and the first way's, in the seeds' order."""
     seconds = [run["median_seconds"] for run in found]
-    ms = number(None if None in seconds else 1e3 * statistics.median(seconds))
+    ms = formatted(None if None in seconds else 1e3 * statistics.median(seconds))
     row = [way, f"{statistics.mean(run['curve'][-1] for run in found):.4f}"]
     if found is references:
         return [*row, *[""] * 6, ms]

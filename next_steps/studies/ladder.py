@@ -32,7 +32,7 @@ OF_SOME_RUNS = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel
 FLAGS = flags.without(OF_TRAINING, *OF_SOME_RUNS)
 FLAGS |= flags.without(OF_FINETUNING, "--save", "--merge")
 FLAGS["--plot"] = flags.row("time and memory of each run, as a picture", metavar="FILE.png")
-PLAIN = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
+PLAIN_RUN = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
 
 
 def run_script(script: str, workload: Workload, *flags: str) -> dict:
@@ -53,7 +53,7 @@ def run_script(script: str, workload: Workload, *flags: str) -> dict:
 
 def own_flags(workload: Workload) -> list[str]:
     """Return a run's flags without those that all runs of a ladder share, which come first."""
-    shared = replace(workload, **PLAIN).as_flags()
+    shared = replace(workload, **PLAIN_RUN).as_flags()
     return workload.as_flags()[len(shared) :]
 
 
@@ -192,7 +192,7 @@ def strongest(record: dict, of: str = "step_ms") -> dict:
 def measured_cells(rung: dict, baseline: dict) -> list[str]:
     """Return the columns of both tables: step time, busy GPU, tokens/s, peak, loss difference."""
     step = f"{rung['step_ms']:,.1f} ({rung['p20_ms']:,.1f} to {rung['p80_ms']:,.1f})"
-    cells = [step, tables.number(rung["busy_ms"])]
+    cells = [step, tables.formatted(rung["busy_ms"])]
     for key, scale, spec in (("tokens_per_second", 1, ",.0f"), ("peak_memory_bytes", 1e9, ".1f")):
         cells += [format(rung[key] / scale, spec), f"{rung[key] / baseline[key]:.2f}"]
     return [*cells, f"{max(run_records.relative_differences(baseline, rung)):.1e}"]
@@ -203,7 +203,7 @@ def render(record: dict) -> str:
     on_gpu = record["environment"]["gpu"] is not None
     rungs, after = blocks(record)
     rows = [
-        [name, *map(tables.number, ms), *measured_cells(rung, rungs[0])]
+        [name, *map(tables.formatted, ms), *measured_cells(rung, rungs[0])]
         for rung, (name, *ms) in zip(rungs, gains(rungs))
     ]
     other_rows = [[each["name"], *measured_cells(each, rungs[0])] for each in after]

@@ -142,7 +142,7 @@ def cells(row: dict, one: dict | None, other: dict | None) -> list[str]:
 
     def pair(key: str, unit: float, spec: str) -> list[str]:
         of_both = (each[key] / unit if each and key in each else None for each in (row, one))
-        return [tables.number(value, spec, NOT_MEASURED) for value in of_both]
+        return [tables.formatted(value, spec, NOT_MEASURED) for value in of_both]
 
     name = f"{row['way']} {StepSize.of(row)}"
     speeds = pair("tokens_per_second_per_gpu", 1, ",.0f")

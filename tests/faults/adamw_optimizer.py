@@ -25,7 +25,7 @@ FAULTS = {
         ("what is left is lost", "self._step_parameter(group, index, p, p.grad)", "self._step_in_backward or self._step_parameter(group, index, p, p.grad)"),
     ],
     "test_bad_options_are_refused_with_a_sentence": [
-        ("tensors not looked at", "is_number(value) and 0.0 <= value < below", "is_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
+        ("tensors not looked at", "is_real_number(value) and 0.0 <= value < below", "is_real_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
     ],
     "test_a_refused_group_leaves_the_optimizer_as_it_was": [
         ("a refused group stays", "group = self.param_groups.pop()", "group = self.param_groups[-1]"),

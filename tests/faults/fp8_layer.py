@@ -14,8 +14,8 @@ FAULTS = {
         ("weights' gradients exact", "in_fp8 = takes_fp8(", "in_fp8 = not (", 3),
         ("any number of tokens", "in_fp8 = takes_fp8(", "in_fp8 = bool(", 3),
         ("gate and up exchanged", "dgate, dup, inner = swiglu_backward(", "dup, dgate, inner = swiglu_backward("),
-        ("x of o as it was rounded in another way", "            x = quantize_rows(as_rows(x)) if in_fp8", "            x = quantize_rows(0.75 * as_rows(x)) if in_fp8"),
-        ("dw of o of the wrong side", "douts = [as_rows(dout)]  # (N, O)", "douts = [as_rows(dout).flip(0)]"),
+        ("x of o as it was rounded in another way", "            x = quantize_rows(as_matrix(x)) if in_fp8", "            x = quantize_rows(0.75 * as_matrix(x)) if in_fp8"),
+        ("dw of o of the wrong side", "douts = [as_matrix(dout)]  # (N, O)", "douts = [as_matrix(dout).flip(0)]"),
     ],
     "test_only_what_needs_a_gradient_is_multiplied": [
         ("the input's gradient always", "    if not (need_x or need_norm_weight):\n", "    if False:\n"),

@@ -7,7 +7,7 @@ TESTS = "tests.lora_linear_test"  # where a test is looked for whose file is not
 FAULTS = {
     "test_any_number_of_projections": [
         ("scale dropped in the forward", "addmm_(h_one, b_one.t(), alpha=scale)", "addmm_(h_one, b_one.t())"),
-        ("adapter dropped in the forward", "            as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)\n", "            pass\n"),
+        ("adapter dropped in the forward", "            as_matrix(out).addmm_(h_one, b_one.t(), alpha=scale)\n", "            pass\n"),
         ("scale dropped in dh", "addmm_(dout, b_one, beta=0, alpha=scale)", "addmm_(dout, b_one, beta=0)"),
         ("dh on top of what was there", "addmm_(dout, b_one, beta=0, alpha=scale)", "fill_(1).addmm_(dout, b_one, alpha=scale)"),
         ("scale dropped in db", "addmm_(dout.t(), h_one, beta=0, alpha=scales[i])", "addmm_(dout.t(), h_one, beta=0)"),
@@ -28,7 +28,7 @@ FAULTS = {
         ("da where nobody used the result", "da[i] if used and need_a[i] else None", "da[i] if need_a[i] else None"),
     ],
     "test_there_is_nothing_between_the_products": [
-        ("scaled by a pass", "as_rows(out).addmm_(h_one, b_one.t(), alpha=scale)", "as_rows(out).add_(scale * (h_one @ b_one.t()))"),
+        ("scaled by a pass", "as_matrix(out).addmm_(h_one, b_one.t(), alpha=scale)", "as_matrix(out).add_(scale * (h_one @ b_one.t()))"),
     ],
     "test_no_product_whose_result_nobody_asked_for": [
         ("product for a frozen weight", "dout.t() @ x if used and need_w[i] else None", "dout.t() @ x if used and x is not None else None"),
