@@ -169,8 +169,8 @@ def render(record: dict) -> str:
         "\n".join(heading),
         f"{title(f'Top {profile_tables.MOST_ROWS} {device} Operations by Total {kind} Time')}\n"
         f"{profile_tables.operations_table(record)}",
-        profile_tables.parts_table("Category", record["categories"], device),
-        profile_tables.parts_table("Phase", record["phases"], device),
+        profile_tables.breakdown_table("Category", record["categories"], device),
+        profile_tables.breakdown_table("Phase", record["phases"], device),
         profile_tables.totals(record),
         profile_tables.diagnosis(record),
         f"Chrome trace: {record['trace']} ({record['trace_bytes'] / 1e6:.1f} MB); "

@@ -13,9 +13,9 @@ from next_steps.layers.fused_layer import (
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons import swiglu_kernel
 from next_steps.lessons.swiglu_kernel import swiglu_reference
+from subjects.rmsnorm import EPS, bytes_of_rstd
 from subjects.subject import PADDED_WIDTHS, Subject, bad_call, chosen, normals
 
-EPS = 1e-5
 LAYER_SIZE = 24, 40  # H, I
 RAGGED = (1, 1), (2, 2), (3, 5), (8, 17), (33, 65), (65, 129)
 
@@ -185,10 +185,6 @@ def without_its_last_row(t):
 ANOTHER_H = "x", without_its_last_column, r"weight has shape \(24,\), expected \(23,\)"
 ANOTHER_UP = "up", without_its_last_row, r"up has shape .*, expected \(4, "
 ANOTHER_W_UP = "w_up", *ANOTHER_UP[1:]
-
-
-def bytes_of_rstd(inputs):
-    return 4 * inputs["x"].shape[:-1].numel()
 
 
 def bytes_of_gate_and_up(inputs):

@@ -101,7 +101,7 @@ def test_attention_counts_the_causal_half_and_five_products_backward(tmp_path):
         out.backward(torch.randn_like(out))
 
     found = counted(tmp_path, attend)
-    names = sorted(name for name in found if costs.ATTENTION_OPERATION.match(name))
+    names = sorted(name for name in found if costs.ATTENTION_PATTERN.match(name))
     forward, backward = (found[name] for name in names)
     # of T x T scores with D columns, for every head of every sequence; half
     product = 2 * (2 * 4) * 8 * 8 * 16 / 2
@@ -145,9 +145,7 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
         times = {row["name"]: row["us"] for row in rows if row["name"].startswith("aten::")}
         long = [name for name, us in times.items() if us > 1e-4 * sum(times.values())]
         others = [
-            name.removeprefix("aten::")
-            for name in long
-            if not costs.ATTENTION_OPERATION.match(name)
+            name.removeprefix("aten::") for name in long if not costs.ATTENTION_PATTERN.match(name)
         ]
         kinds = {name.removeprefix("_foreach_").removesuffix("_") for name in others}
         assert kinds <= counted, path.name

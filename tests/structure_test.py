@@ -178,6 +178,27 @@ def test_no_module_is_too_long_and_no_line_too_wide():
         assert not wide or module.startswith("tests.faults"), f"lines {wide} of {module}"
 
 
+# Modules of one shape have parts of one name: a subject's, a lesson's constants (it is carried away
+# alone), a command's flags, what a record prints and draws, step 11's two scripts, the decoder
+# layer in each precision.
+SHARED = {"SUBJECTS", "MEAN", "ROWS", "EPS", "make", "make_plain", "reference", "eager"}
+SHARED |= {"wrong_answers", "bad_input", "bytes_of_statistics", "LOG2E", "LOWEST", "DecoderLayer"}
+SHARED |= {"FLAGS", "HERE", "NAME", "main", "parse_args", "plot", "render"}
+
+
+def test_a_public_name_means_one_thing():
+    defined_in = {}
+    for module in MODULES:
+        if floor_of(module) == "exercises":  # a learner's files repeat the lessons' names
+            continue
+        for node in ast.parse(SOURCES[module].read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for name in [getattr(node, "name", "_"), *(t.id for t in targets if hasattr(t, "id"))]:
+                if not name.startswith("_"):
+                    defined_in.setdefault(name, set()).add(module)
+    assert {name for name, modules in defined_in.items() if len(modules) > 1} == SHARED
+
+
 def test_every_new_tensor_has_a_dtype():
     """Without one it has the process's, which torch.set_default_dtype changes.
 

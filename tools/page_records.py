@@ -47,7 +47,7 @@ def gb(n_bytes: float, digits: int = 1) -> str:
     return f"{n_bytes / 1e9:.{digits}f}"
 
 
-def size_in_words(size: str) -> str:
+def step_in_words(size: str) -> str:
     """1x512 and 4x2048 as the pages write them."""
     return " × ".join(f"{int(n):,}" for n in size.split("x"))
 
@@ -55,7 +55,7 @@ def size_in_words(size: str) -> str:
 def size_label(record: dict) -> str:
     """A record's size in the same words. Several micro-batches are a third factor."""
     sizes = record["batch_size"], record["seq_len"], record.get("accumulate")
-    return size_in_words("x".join(str(size) for size in sizes if size))
+    return step_in_words("x".join(str(size) for size in sizes if size))
 
 
 class StepTime(NamedTuple):

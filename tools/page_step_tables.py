@@ -26,9 +26,9 @@ from tools.page_records import (
     page_table,
     short_commit,
     short_gpu,
-    size_in_words,
     size_label,
     step_columns,
+    step_in_words,
     times,
 )
 
@@ -184,7 +184,7 @@ def graphs(size: str) -> str:
             ms, between = (column.cell(run) for column in step_columns())
             body[-1] += [f"{ms} ({between})", BUSY.cell(run)]
     eager, graph = (f"{way}, ms (p20–p80) | GPU busy, ms" for way in ("eager", "CUDA graph"))
-    return page_table(body, f"step {size_in_words(size)} | {eager} | {graph}")
+    return page_table(body, f"step {step_in_words(size)} | {eager} | {graph}")
 
 
 # ---------------------------------------------------------------- runs and profiles
@@ -308,7 +308,7 @@ def cards() -> str:
             fitting = [model for model in MODELS if fits(peaks[model], memory)]
             words = [f"{model.rpartition('-')[2]}: {gb(peaks[model])}" for model in fitting]
             body[-1].append(words[-1] if words else "–")
-    headers = [f"{TRAINED[trained]}, {size_in_words(size)}" for size, trained in columns]
+    headers = [f"{TRAINED[trained]}, {step_in_words(size)}" for size, trained in columns]
     return page_table(body, " | ".join(["card", *headers]))
 
 

@@ -43,7 +43,7 @@ def cached(
     source = data if data == "stdlib" else os.path.realpath(data)
     file = folder() / f"{Path(data).stem}-{text_digest(source, tokenizer.name_or_path)[:16]}.npz"
     made_of = text_digest(str(FORMAT), *texts, *described(encode))
-    if (samples := load_samples(file, made_of)) is not None:
+    if (samples := load_cached(file, made_of)) is not None:
         return samples
     samples, content = tokenize(), io.BytesIO()
     np.savez(content, made_of=made_of, **asdict(samples))
@@ -54,7 +54,7 @@ def cached(
     return samples
 
 
-def load_samples(file: Path, made_of: str) -> Samples | None:
+def load_cached(file: Path, made_of: str) -> Samples | None:
     """Return the samples in a file; None if it is missing, damaged or made of something else."""
     try:
         with np.load(file, allow_pickle=False) as stored:

@@ -38,7 +38,7 @@ INTEGER_NAMES = {"long int", "long", "int"}
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
 # q @ k.t() and p @ v; the backward computes the first again, and four gradients
 ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
-ATTENTION_OPERATION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
+ATTENTION_PATTERN = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
     *("silu", "silu_backward", "_log_softmax", "_log_softmax_backward_data", "cumsum"),
@@ -196,7 +196,7 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         moved = added + a.n_bytes + b.n_bytes + result * width
         flops = 2.0 * result * a.shape[-1]
         return Cost(moved, flops, flops if in_fp8 else 0.0)
-    if ATTENTION_OPERATION.match(name):
+    if ATTENTION_PATTERN.match(name):
         way = "backward" if name.endswith("_backward") else "forward"
         results = operands[:1] if way == "forward" else operands[1:4]
         flops = ATTENTION_PRODUCTS[way] * 2.0 * first.numel * seq_len / 2

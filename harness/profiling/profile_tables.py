@@ -49,7 +49,7 @@ def operations_table(record: dict) -> str:
     return sum_table(["Name", f"Self {device}", f"Self {device} %", "# Calls"], rows)
 
 
-def parts_table(header: str, parts: dict, device: str) -> str:
+def breakdown_table(header: str, parts: dict, device: str) -> str:
     """Return the table of categories or phases."""
     rows = [(name, part["us"], part["launches"]) for name, part in parts.items()]
     rows = [row for row in rows if row[2] or row[0] not in HIDDEN_CATEGORIES]
@@ -129,7 +129,7 @@ def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
     return Table.of(columns, findings).text()
 
 
-def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
+def predicted_gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
     """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
     unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
     columns = [
@@ -265,7 +265,7 @@ def diagnosis(record: dict) -> str:
         "\n".join(lines),
         findings_table("Category", list(diagnose.judge_categories(record).values())),
         findings_table("Operation", diagnose.judge_operations(record)),
-        *([gains_table(record, findings)] if findings else []),
+        *([predicted_gains_table(record, findings)] if findings else []),
         "\n".join(decision(record, findings)),
     ]
     return "\n\n".join(blocks)
