@@ -11,37 +11,23 @@ something else is wrong.
 
 import math
 import os
+from collections.abc import Callable
 
 from harness.cli import command_line, output_files, tables, workload
 from harness.cli.command_line import UserError
+from harness.cli.tables import Column, Table
 from harness.cli.workload import Workload, size_in_words
 from harness.records import run_records
-from harness.records.run_records import is_count, is_list_of, is_number, is_positive, is_text
 from harness.records.spread import spread, timed, unless_same, waited
 
 # the largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
-KEYS = {  # that are read of a record: does a value fit?
-    **dict.fromkeys(("title", "model", "data"), is_text),
-    "kernels": is_list_of(is_text),
-    "weights": lambda words: words in (workload.RANDOM, workload.PRETRAINED),
-    "dtype": lambda dtype: dtype in [*LOSS_TOLERANCE],
-    **dict.fromkeys(("batch_size", "seq_len", "steps", "lr"), is_positive),
-    **dict.fromkeys(("seed", "validation_loss_after"), is_number),
-    "losses": lambda losses: is_list_of(is_number)(losses) and len(losses) > 0,
-    **dict.fromkeys(("seconds", "tokens"), is_list_of(is_positive)),
-    **dict.fromkeys(("warmup_steps", "profiled_steps"), is_count),
-    **dict.fromkeys(("median_seconds", "tokens_per_second", "peak_memory_bytes"), is_positive),
-    "environment": run_records.is_environment,
-}
 
 
 def read_run(path: str) -> dict:
     """Read the record of a fine-tuning run."""
-    # Older records have no profiled step.
-    record = {"profiled_steps": 0} | run_records.read_record(path, "finetune")
-    run_records.require_keys(path, record, KEYS)
+    record = run_records.read_record(path, "finetune")
     columns = {column: len(record[column]) for column in ("losses", "seconds", "tokens")}
     steps = record["steps"]
     found = [f"{n} {column} of {steps} steps" for column, n in columns.items() if n != steps]
@@ -148,45 +134,50 @@ def rates(record: dict) -> list[float]:
 
 def runs_table(names: list[str], records: list[dict]) -> str:
     """Return each run's times, throughput and memory, and the ratios to the first run."""
-    first, rows = records[0], []
-    for name, record in zip(names, records):
-        low, high = spread(timed(record))
-        ratios = []
-        for faster, slower, column in (
-            (first["median_seconds"], record["median_seconds"], timed),
-            (record["tokens_per_second"], first["tokens_per_second"], rates),
-        ):
-            ratio = f"{faster / slower:.2f}x"
-            if record is not first:
-                ratio = unless_same(ratio, spread(column(first)), spread(column(record)))
-            ratios.append(ratio)
-        rows.append([
-            name,
-            f"{record['median_seconds']:.4f}",
-            f"{low:.4f} to {high:.4f}",
-            f"{record['tokens_per_second']:,.0f}",
-            f"{record['peak_memory_bytes'] / 1e9:.1f}",
-            *ratios,
-            f"{record['peak_memory_bytes'] / first['peak_memory_bytes']:.2f}x",
-            f"{record['validation_loss_after']:.4f}",
-        ])  # fmt: skip
-    headers = ["Run", "Step (s)", "p20 to p80", "Tokens/sec", "Peak (GB)"]
-    return tables.table(headers + ["Speedup", "Throughput", "Memory", "Val. loss"], rows)
+    rows = [record | {"name": name} for name, record in zip(names, records)]
+    first, peak = rows[0], rows[0]["peak_memory_bytes"]
+
+    def ratio(run: dict, over: float, under: float, column: Callable) -> str:
+        both = (spread(column(each)) for each in (first, run))
+        words = f"{over / under:.2f}x"
+        return words if run is first else unless_same(words, *both)
+
+    def speedup(run: dict) -> str:
+        return ratio(run, first["median_seconds"], run["median_seconds"], timed)
+
+    def throughput(run: dict) -> str:
+        return ratio(run, run["tokens_per_second"], first["tokens_per_second"], rates)
+
+    columns = [
+        Column("Run", "name"),
+        Column("Step (s)", "median_seconds", ".4f"),
+        Column("p20 to p80", lambda run: "{:.4f} to {:.4f}".format(*spread(timed(run)))),
+        Column("Tokens/sec", "tokens_per_second", ",.0f"),
+        Column("Peak (GB)", lambda run: run["peak_memory_bytes"] / 1e9, ".1f"),
+        Column("Speedup", speedup),
+        Column("Throughput", throughput),
+        Column("Memory", lambda run: f"{run['peak_memory_bytes'] / peak:.2f}x"),
+        Column("Val. loss", "validation_loss_after", ".4f"),
+    ]
+    return Table.of(columns, rows).text()
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
     """Return the losses step by step. A long run shows STEPS_SHOWN steps, spread evenly."""
-    n_steps = len(first["losses"])
-    stride = math.ceil(n_steps / STEPS_SHOWN)
-    shown = sorted({*range(0, n_steps, stride), n_steps - 1})
-    headers, columns = ["Step", f"Loss {first_name}"], [[str(step + 1) for step in shown]]
-    columns.append([f"{first['losses'][step]:.5f}" for step in shown])
+    last = len(first["losses"]) - 1
+    stride = math.ceil((last + 1) / STEPS_SHOWN)
+
+    def losses(name: str, record: dict) -> Column:
+        return Column(f"Loss {name}", lambda step: record["losses"][step], ".5f")
+
+    columns = [Column("Step", lambda step: step + 1), losses(first_name, first)]
     for name, record in comparable:
-        headers += [f"Loss {name}", "Relative difference"]
         differences = run_records.relative_differences(first, record)
-        columns.append([f"{record['losses'][step]:.5f}" for step in shown])
-        columns.append([f"{differences[step]:.1e}" for step in shown])
-    return tables.table(headers, [*zip(*columns)])
+        columns += [
+            losses(name, record),
+            Column("Relative difference", differences.__getitem__, ".1e"),
+        ]
+    return Table.of(columns, sorted({*range(0, last, stride), last})).text()
 
 
 def plot(names: list[str], records: list[dict], path: str) -> None:

@@ -22,6 +22,7 @@ import itertools
 import statistics
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness.cli import command_line
 from harness.cli.flags import OF_PROFILER, OF_TRAINING, Parser, of_kernels
@@ -38,95 +39,123 @@ PROFILED_STEPS = 4  # two recordings, each of two steps
 
 
 def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
-    """Train a few steps, profile one, write its trace; return the record.
+    """Train a few steps, profile one, write its trace; return the record."""
+    import torch
+
+    from harness.cli.device import take_threads
+    from harness.model.architecture import TORCH_DTYPES, ModelFacts
+    from harness.profiling import attribution, costs, profiler
+    from harness.steps import communication
+    from next_steps.patches import projections
+
+    take_threads(workload.model)
+    ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
+    training = load(workload)
+    model, facts = training.model, ModelFacts(training.model.config, workload)
+    expected = communication.expected(model, workload) if workload.parallel else None
+    stream = torch.cuda.Stream() if workload.cuda_graph else None  # None: as it is
+    with torch.cuda.stream(stream):
+        profile, trace, found = take_steps(training, workload, stream, trace_file, stacks)
+    sizes = costs.sizes_of(facts)
+    moved = costs.costs_of_trace(trace, sizes, training.span, workload.kernels)
+    return {
+        "kind": "profile",
+        "environment": environment(),
+        **workload.as_record(),
+        **facts.counts(),
+        **projections.layers_in_fp8(model, workload),
+        "warmup_steps": workload.warmup,
+        **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
+        "ceilings": ceilings,
+        "sizes": asdict(sizes),
+        # a replay calls no operation
+        "host_waits": [] if workload.cuda_graph else attribution.host_waits(profile.events()),
+        **({"communication": expected} if expected else {}),
+        **found,
+        "trace": trace_file,
+    }
+
+
+def load(workload: Workload) -> SimpleNamespace:
+    """Return the model, what takes a step of it, the loader, batches of all steps, their span."""
+    from harness.data.dataset import load_data
+    from harness.data.loader import Loader
+    from harness.profiling import profiler
+    from harness.steps import parallel
+    from next_steps.memory import memory_estimate
+    from next_steps.patches import apply_kernels, patched_model
+
+    config = memory_estimate.try_kernels(workload)
+    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
+    data = load_data(workload, config, n_steps + profiler.NEEDED)
+    model = patched_model.load_patched(workload)
+    called = parallel.wrap(model, workload)
+    optimizer = apply_kernels.make_optimizer(
+        model, 1e-5, workload.kernels, moments=workload.moments, capturable=workload.cuda_graph
+    )
+    loader = Loader(data.train, workload.micro_batches)
+    steps = list(itertools.islice(loader, n_steps))
+    return SimpleNamespace(
+        model=model, of_step=(called, optimizer), loader=loader, steps=steps, span=data.span
+    )
+
+
+def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bool) -> tuple:
+    """Return the profile of a step, its trace, and what was measured of others, for the record.
 
     Time and peak memory come from steps without the profiler.  With a CUDA graph the replays are
     measured; operations and ranges come from a step before the recording.
     """
     import torch
 
-    from harness.cli.device import HAS_GPU, take_threads
-    from harness.data.dataset import load_data
-    from harness.data.loader import Loader
-    from harness.model.adapters import counts
-    from harness.model.architecture import TORCH_DTYPES
-    from harness.profiling import attribution, costs, profiler
-    from harness.steps import communication, measured, parallel, power, stepping, timing
-    from next_steps.memory import memory_estimate
-    from next_steps.patches import apply_kernels, fp8_model, patched_model
+    from harness.cli.device import HAS_GPU
+    from harness.profiling import profiler
+    from harness.steps import measured, power, stepping, timing
 
-    kernels, graph = workload.kernels, workload.cuda_graph
-    take_threads(workload.model)
-    ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
-    config = memory_estimate.try_kernels(workload)
-    n_steps = workload.warmup + TIMED_STEPS + PROFILED_STEPS
-    data = load_data(workload, config, n_steps + profiler.NEEDED)
-    model = patched_model.load_patched(workload)
-    called = parallel.wrap(model, workload)
-    expected = communication.expected(model, workload) if workload.parallel else None
-    sizes = costs.sizes_of(model.config, workload)
-    optimizer = apply_kernels.make_optimizer(
-        model, 1e-5, kernels, moments=workload.moments, capturable=graph
-    )
-    loader = Loader(data.train, workload.micro_batches)
-    steps = list(itertools.islice(loader, n_steps))
-    warmup, steps = steps[: workload.warmup], steps[workload.warmup :]
+    of_step, graph = training.of_step, workload.cuda_graph
+    warmup, steps = training.steps[: workload.warmup], training.steps[workload.warmup :]
     timed, profiled = steps[:TIMED_STEPS], steps[TIMED_STEPS:]
-    take_step, idle = stepping.training_step, None
-    stream = torch.cuda.Stream() if graph else None  # None: as it is
 
     def profile_operations() -> tuple[torch.profiler.profile, float]:
-        with profiler.category_ranges(model):
-            return profiler.profiled_step(called, optimizer, profiled[2:], stacks)
+        with profiler.category_ranges(training.model):
+            return profiler.profiled_step(*of_step, profiled[2:], stacks)
 
-    with torch.cuda.stream(stream):
-        for batches in warmup:
-            stepping.timed_step(called, optimizer, batches)
-        resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
-        if graph:
-            profile, profiled_ms = profile_operations()
-            trace = profiler.read_trace(profile)
-        timing.reset_peak_memory()
-        if graph:
-            take_step = stepping.captured_step(called, optimizer, timed[0], stream)
-        with power.PowerMeter() as meter:
-            step_ms, peak_memory = measured.time_steps(called, optimizer, timed, take_step)
-        if HAS_GPU:
-            replayed, idle = profiler.timeline(called, optimizer, profiled[:2], take_step)
-        if graph:
-            _, trace_bytes = profiler.write_trace(replayed, trace_file)
-        else:
-            profile, profiled_ms = profile_operations()
-            trace, trace_bytes = profiler.write_trace(profile, trace_file)
-        loading = profiler.measure_loading(
-            loader, lambda step: take_step(called, optimizer, step), statistics.median(step_ms)
-        )
-    moved = costs.costs_of_trace(trace, sizes, data.span, kernels)
-    return {
-        "kind": "profile",
-        "environment": environment(),
-        **workload.as_record(),
-        **counts(model.config, workload),
-        **fp8_model.layers_in_fp8(model, workload),
-        "warmup_steps": workload.warmup,
-        **attribution.attribute(profile.events(), moved, sizes, workload.lora_rank),
+    for batches in warmup:
+        stepping.timed_step(*of_step, batches)
+    resting_memory = torch.cuda.memory_allocated() if HAS_GPU else None
+    if graph:
+        profile, profiled_ms = profile_operations()
+        trace = profiler.read_trace(profile)
+    timing.reset_peak_memory()
+    take_step, idle = stepping.training_step, None
+    if graph:
+        take_step = stepping.captured_step(*of_step, timed[0], stream)
+    with power.PowerMeter() as meter:
+        step_ms, peak_memory = measured.time_steps(*of_step, timed, take_step)
+    median_ms = statistics.median(step_ms)
+    if HAS_GPU:
+        replayed, idle = profiler.timeline(*of_step, profiled[:2], take_step)
+    if graph:
+        _, trace_bytes = profiler.write_trace(replayed, trace_file)
+    else:
+        profile, profiled_ms = profile_operations()
+        trace, trace_bytes = profiler.write_trace(profile, trace_file)
+    loading = profiler.measure_loading(
+        training.loader, lambda step: take_step(*of_step, step), median_ms
+    )
+    found = {
         **({"busy_us": idle["busy_us"]} if graph else {}),
-        "ceilings": ceilings,
         **({"power": meter.reading()} if HAS_GPU else {}),
-        "sizes": asdict(sizes),
         "timeline": idle,
         "loading": loading,
-        **({"communication": expected} if expected else {}),
-        # a replay calls no operation
-        "host_waits": [] if graph else attribution.host_waits(profile.events()),
         "step_ms": step_ms,
-        "median_step_ms": statistics.median(step_ms),
+        "median_step_ms": median_ms,
         "profiled_step_ms": profiled_ms,
         "resting_memory_bytes": resting_memory,
         "peak_memory_bytes": peak_memory,
-        "trace": trace_file,
         "trace_bytes": trace_bytes,
     }
+    return profile, trace, found
 
 
 def render(record: dict) -> str:
@@ -185,7 +214,7 @@ def main() -> None:
         args.trace = default_trace(workload)
     check_outputs(args)
     if workload.fp8:
-        from next_steps.patches.fp8_model import require_fp8
+        from next_steps.patches.projections import require_fp8
 
         require_fp8()
     from harness.steps import parallel

@@ -17,6 +17,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, loading
+from harness.model.architecture import ModelFacts
 from harness.profiling import costs
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.steps import stepping
@@ -244,15 +245,16 @@ def test_sizes_launches_and_speed_of_light_are_those_of_the_tokens_together():
     config = architecture.llama_3_1_8b_config()
     several = Workload(batch_size=2, seq_len=64, accumulate=3)
     large = replace(several, batch_size=6, accumulate=None)
-    sizes, of_large = (costs.sizes_of(config, workload) for workload in (several, large))
+    facts = [ModelFacts(config, workload) for workload in (several, large)]
+    sizes, of_large = map(costs.sizes_of, facts)
     # quantized weights are written out for each of them
     assert sizes.projection == pytest.approx(3 * of_large.projection)
     assert sizes == replace(of_large, micro_batches=3, projection=sizes.projection)
     assert [r.floor_bytes(sizes) for r in RUNGS] == [r.floor_bytes(of_large) for r in RUNGS]
     ceilings = {"matmul_tflops": 800, "copy_gbs": 4000}
-    light = [costs.least_ms(config, w, 6 * 64, 1e10, ceilings) for w in (several, large)]
+    light = [costs.least_ms(each, 6 * 64, 1e10, ceilings) for each in facts]
     assert light[0] == light[1]
-    one = costs.sizes_of(config, replace(several, accumulate=None))
+    one = costs.sizes_of(ModelFacts(config, replace(several, accumulate=None)))
     for kernel, launches in (("_rmsnorm_fwd", 65), ("_swiglu_bwd", 32), ("_cross_entropy_fwd", 1)):
         of_one = costs.cost_of_kernel(kernel, launches, one)
         assert costs.cost_of_kernel(kernel, 3 * launches, sizes) == of_one, kernel
@@ -269,7 +271,7 @@ def test_the_estimate_has_all_gradients_at_the_peak_and_keeps_one_micro_batch_s_
     one, three, five = (
         memory_estimate.estimate(config, replace(workload, accumulate=n)) for n in (1, 3, 5)
     )
-    assert three["parts"][GRADIENTS] >= 2 * architecture.parameter_count(config)
+    assert three["parts"][GRADIENTS] >= 2 * ModelFacts(config).parameters
     assert three["kept_in_layers"] == one["kept_in_layers"]
     assert three["kept_outside"] == one["kept_outside"]
     batch = one["parts"][BATCH]

@@ -6,6 +6,7 @@ nothing about a kernel that does not run, so launches are counted too.
 """
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -27,8 +28,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, default_data_collator
 from transformers.models.llama import modeling_llama
 
-import cross_entropy_kernel
-import rmsnorm_kernel
 from harness.benchmark.checking import (
     DEVICE,
     HAS_GPU,
@@ -39,12 +38,12 @@ from harness.benchmark.checking import (
 )
 from harness.cli import adapter_config
 from harness.data import dataset
-from harness.model import architecture
+from harness.model.families import FAMILIES
 from harness.model.patching import called_function
 from harness.profiling.kernel_facts import LOSS_KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from next_steps.finetuning import opponent_models
-from next_steps.lessons import adamw_kernel, linear_cross_entropy_kernel, rope_kernel, swiglu_kernel
+from next_steps.lessons import rope_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.patches import apply_kernels as patches
 from next_steps.patches import llama_losses
@@ -72,29 +71,43 @@ LOSSES = pytest.mark.parametrize("names", LOSS_SETS, ids="+".join)
 IN_TRAINING_AND_EVALUATION = pytest.mark.parametrize("training", [True, False])
 
 
-def small_config(**values):
-    """tiny_config() at sizes that Triton's interpreter gets through quickly."""
-    config = architecture.tiny_config()
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
-    for name, value in (sizes | values).items():
-        setattr(config, name, value)
-    return config
+# sizes that Triton's interpreter gets through quickly
+SIZES = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
 
 
-def make_model(names=(), dtype=torch.float32, **values) -> LlamaForCausalLM:
-    """The same random weights each time, with norm weights away from 1, and the kernels named."""
+def small_config(kind: str = "llama", **values):
+    """The configuration of the family's example at those sizes."""
+    family = FAMILIES[kind]
+    fields = family.fields | SIZES | {"vocab_size": VOCABULARY}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 100.0}
+    if "no_rope_layer_interval" in fields:
+        fields |= {"no_rope_layer_interval": 2}  # the second layer rotates nothing
+    return family.part("Config")(**fields | values)
+
+
+def make_model(names=(), dtype=torch.float32, kind="llama", **values) -> torch.nn.Module:
+    """The same random weights each time, with the kernels named.
+
+    Norms' weights are not 1, and biases not 0.
+    """
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(small_config(**values)).to(DEVICE, dtype)
+    model = AutoModelForCausalLM.from_config(small_config(kind, **values)).to(DEVICE, dtype)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
                 weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(std=0.3)
             elif "layers" in name:
                 weight.mul_(5)  # so that the layers count beside the embedding
     return apply_kernels(model.train(), names)
 
 
-def without_and_with(names=MODEL_KERNELS, **values) -> list[LlamaForCausalLM]:
+def without_and_with(names=MODEL_KERNELS, **values) -> list[torch.nn.Module]:
     return [make_model(each, **values) for each in ((), names)]
 
 
@@ -171,33 +184,6 @@ def checks_against(ref64: dict, found: dict, eager: dict, dtype=torch.bfloat16) 
     ]
 
 
-class CountedKernel:
-    def __init__(self, kernel, name, counter):
-        self.kernel, self.name, self.counter = kernel, name, counter
-
-    def __getitem__(self, grid):
-        self.counter[self.name] += 1
-        return self.kernel[grid]
-
-
-@pytest.fixture
-def launches(monkeypatch) -> Counter:
-    """How often each kernel was launched, by its name without `_kernel`."""
-    counter = Counter()
-    for module, names in {
-        rmsnorm_kernel: ["rmsnorm_fwd", "rmsnorm_bwd"],
-        cross_entropy_kernel: ["cross_entropy_fwd", "cross_entropy_inplace"],
-        linear_cross_entropy_kernel: ["scale"],
-        swiglu_kernel: ["swiglu_fwd", "swiglu_bwd"],
-        rope_kernel: ["rope"],
-        adamw_kernel: ["adamw"],
-    }.items():
-        for name in names:
-            kernel = CountedKernel(getattr(module, f"_{name}_kernel"), name, counter)
-            monkeypatch.setattr(module, f"_{name}_kernel", kernel)
-    return counter
-
-
 N_NORMS = 2 * LAYERS + 1
 FUSED = {
     # each layer's two norms once more in the backward, for the gradients of the products
@@ -270,21 +256,6 @@ def test_embeddings_may_be_given_and_labels_may_come_shifted():
 
 
 @pytest.mark.exhaustive
-@IN_TRAINING_AND_EVALUATION
-@LOSSES
-def test_another_label_may_be_ignored(names, training):
-    batch = make_batch(ignore_index=5)
-    batch["labels"] = batch["input_ids"].clone()
-    batch["labels"][:, :3] = 5
-    model, patched = (each.train(training) for each in without_and_with(names))
-    for items in ({}, {"num_items_in_batch": 7}):
-        expected = loss_and_gradients(model, batch | items)
-        assert_same_step(patched, expected, batch | items)
-    all_count = loss_and_gradients(model, batch | {"ignore_index": IGNORE})
-    assert relative_error(all_count["loss"], expected["loss"]) > 1e-3, "this comparison cannot fail"
-
-
-@pytest.mark.exhaustive
 @LOSSES
 def test_in_training_there_are_no_logits_and_a_tuple_is_refused(names):
     model, batch = make_model(names), make_batch()
@@ -329,16 +300,6 @@ def test_logits_that_somebody_else_holds_are_not_overwritten(names):
 
 
 @pytest.mark.exhaustive
-@LOSSES
-def test_head_whose_backward_needs_the_logits(names):
-    model, patched = (
-        wrap(each, "lm_head", lambda head: torch.nn.Sequential(head, torch.nn.Tanh()))
-        for each in without_and_with(names)
-    )
-    assert_same_step(patched, model)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("keep", [2, torch.tensor([1, 3])])
 @LOSSES
 def test_logits_to_keep_are_kept(names, keep):
@@ -371,10 +332,12 @@ def test_head_of_another_size_that_comes_later_has_the_kernel_too(launches):
 
 
 @pytest.mark.exhaustive
-def test_tied_embeddings():
-    """The head's gradient and the embedding's are added up in one tensor."""
-    model, patched = without_and_with(tie_word_embeddings=True)
-    assert patched.lm_head.weight is patched.model.embed_tokens.weight
+@pytest.mark.parametrize(
+    "values", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
+)
+def test_tied_embeddings_and_biases_are_not_forgotten(values):
+    """A tied head's gradient and the embedding's are added up in one tensor."""
+    model, patched = without_and_with(**values)
     assert_same_step(patched, model)
 
 
@@ -417,7 +380,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(trained):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "names", [MODEL_KERNELS, *rarely(["fused_layer", "rmsnorm"], ["swiglu"])], ids="+".join
+    "names", [MODEL_KERNELS, ["fused_layer", "rmsnorm"], ["swiglu"]], ids="+".join
 )
 def test_autocast_is_as_wrong_as_without_the_kernels(names):
     """Judged against float64: bf16 products round, with and without kernels."""
@@ -528,22 +491,6 @@ def test_in_evaluation_the_logits_are_untouched_where_gradients_are_wanted(names
     models = without_and_with(names)
     expected, found = (z_loss_and_gradients(each.eval(), make_batch()) for each in models)
     assert_equal(found, expected)
-
-
-def test_generation_with_and_without_a_cache(launches):
-    ids = make_batch()["input_ids"]
-    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    options |= {"output_logits": True, "return_dict_in_generate": True}
-    expected, *others = (
-        model.eval().generate(ids, use_cache=cache, attention_mask=padding_mask(), **options)
-        for model in without_and_with()
-        for cache in (True, False)
-    )
-    assert expected.sequences.shape == (B, T + 3)
-    for found in others:
-        assert torch.equal(found.sequences, expected.sequences)
-        assert relative_error(*map(torch.cat, (found.logits, expected.logits))) < 1e-5
-    assert launches["swiglu_fwd"] > LAYERS and launches["rope"] > LAYERS
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
@@ -762,17 +709,7 @@ def add_adapters(model, targets="all", trained=False, **options):
     return model
 
 
-def with_adapters(names, first, targets="all", dtype=torch.float32, **options):
-    """A model with adapters and the kernels named, of which one is there first."""
-    if first == "adapters":
-        return apply_kernels(add_adapters(make_model(dtype=dtype), targets, **options), names)
-    return add_adapters(make_model(names, dtype), targets, **options)
-
-
-FIRST = pytest.mark.parametrize("first", ["adapters", "kernels"])
-
-
-@FIRST
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("targets", ["all", *rarely("attention", "mlp", "some")])
 @pytest.mark.parametrize("trained", [False, *rarely(True)])
 def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
@@ -780,30 +717,18 @@ def test_adapters_have_the_same_loss_and_gradients_in_the_fused_layer(
 ):
     expected = loss_and_gradients(add_adapters(make_model(), targets, trained))
     assert relative_error(expected["loss"], make_model()(**make_batch()).loss) > 1e-4, "cannot fail"
-    assert_same_step(with_adapters(MODEL_KERNELS, first, targets, trained=trained), expected)
+    model = changed_model(lambda model: add_adapters(model, targets, trained), first)
+    assert_same_step(model, expected)
     # a norm runs again where something in the layer needs its result: a weight, or an A of its own
     needed = 2 if trained or targets in ("all", "some") else 1
     assert launches["rmsnorm_fwd"] == N_NORMS + needed * LAYERS, "a layer is not fused"
 
 
 @pytest.mark.exhaustive
-@FIRST
-def test_adapters_in_bf16_are_as_wrong_as_without_the_kernels(first):
-    bf16 = torch.bfloat16
-    ref64 = loss_and_gradients(add_adapters(make_model(dtype=bf16)).double())
-    eager = loss_and_gradients(add_adapters(make_model(dtype=bf16)))
-    found = loss_and_gradients(with_adapters(MODEL_KERNELS, first, dtype=bf16))
-    trained = [name for name, value in ref64.items() if value is not None]
-    assert len(trained) == 1 + 2 * 7 * LAYERS
-    of_trained = ({name: values[name] for name in trained} for values in (ref64, found, eager))
-    assert_all_passed(checks_against(*of_trained))
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"lora_dropout": 0.3}, {"rank_pattern": {"q_proj": 5}}])
 def test_adapters_of_another_kind(options, launches):
     """Whether a projection is a product is asked in lora_linear_test.py."""
-    models = add_adapters(make_model(), **options), with_adapters(["fused_layer"], "", **options)
+    models = [add_adapters(each, **options) for each in without_and_with(["fused_layer"])]
     losses = []
     for model in models:
         torch.manual_seed(4)  # what dropout draws
@@ -825,18 +750,6 @@ def test_a_peft_model_is_given_unwrapped(launches):
     apply_kernels(model.get_base_model())
     assert_same_step(model, expected)
     assert launches["rmsnorm_fwd"] == N_NORMS + 2 * LAYERS
-
-
-@pytest.mark.exhaustive
-def test_bias_is_not_forgotten():
-    models = without_and_with(attention_bias=True, mlp_bias=True)
-    for model in models:
-        torch.manual_seed(3)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=0.3)
-    assert_same_step(models[1], models[0])
 
 
 PARTS = [
@@ -864,14 +777,6 @@ def test_hooks_on_parts_are_called(register):
         each.model.layers[0].mlp.up_proj.register_forward_hook(lambda *given: 2 * given[-1])
     assert_same_step(model, expected)
     assert called == dict.fromkeys(parts, 1)
-
-
-@pytest.mark.parametrize("names", [["fused_layer"], ["swiglu"]], ids="+".join)
-def test_hook_on_the_activation_is_called(names):
-    model, called = make_model(names), []
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: called.append(1))
-    model(**make_batch())
-    assert called == [1]
 
 
 def test_hooks_on_every_module_are_called():
@@ -1030,6 +935,10 @@ WRAPPERS = {
     "projection of attention": ("model.layers.0.self_attn.q_proj", Wrapped),
     "projection of the MLP": ("model.layers.1.mlp.gate_proj", Wrapped),
     "head": ("lm_head", Wrapped),
+    "head whose backward needs the logits": (
+        "lm_head",
+        lambda head: torch.nn.Sequential(head, torch.nn.Tanh()),
+    ),
 }
 
 
@@ -1108,27 +1017,28 @@ def test_another_activation_in_one_mlp_is_called(before, names):
     assert_not_bypassed(with_gelu(make_model()), found)
 
 
+def users_own(model):
+    model.loss_function = lambda logits, **_: logits.logsumexp(dim=-1).mean()
+
+
+def another_of_transformers(model):
+    model.loss_type = "ForMaskedLM"  # which does not shift the labels
+
+
 @pytest.mark.exhaustive
 @IN_TRAINING_AND_EVALUATION
 @pytest.mark.parametrize("set_first", [True, False])
+@pytest.mark.parametrize("set_loss", [users_own, another_of_transformers])
 @LOSSES
-def test_loss_function_of_the_users_own_wins(names, set_first, training, launches):
+def test_another_loss_function_wins(names, set_loss, set_first, training, launches):
     models = without_and_with(() if set_first else names)
     for model in models:
-        model.train(training).loss_function = lambda logits, **_: logits.logsumexp(dim=-1).mean()
+        set_loss(model.train(training))
     apply_kernels(models[1], names)
-    assert_same_step(models[1], models[0])
+    assert_not_bypassed(*models)
     assert not launches["cross_entropy_fwd"]
     logits = [model(**make_batch()).logits for model in models]
     assert relative_error(logits[1], logits[0]) < 1e-5
-
-
-@pytest.mark.exhaustive
-@LOSSES
-def test_another_loss_of_transformers_wins(names):
-    model, patched = without_and_with(names)
-    model.loss_type = patched.loss_type = "ForMaskedLM"  # which does not shift the labels
-    assert_not_bypassed(model, patched)
 
 
 # ---------------------------------------------------------------- errors
@@ -1320,25 +1230,21 @@ def test_trainer_clips_as_it_is_told_to_or_not_at_all(tmp_path, max_norm, in_bac
 # ---------------------------------------------------------------- what only a GPU can show
 
 
-@pytest.mark.exhaustive
-@TOGETHER_AND_ALONE
-def test_bf16_is_as_wrong_as_without_the_kernels(names):
-    ref64 = loss_and_gradients(make_model(dtype=torch.bfloat16).double())
-    eager, found = map(loss_and_gradients, without_and_with(names, dtype=torch.bfloat16))
-    assert_all_passed(checks_against(ref64, found, eager))
+BACKEND = {} if HAS_GPU else {"backend": "aot_eager"}  # C++'s compiler takes half a minute
 
 
 def compile_layers(model):
     for layer in model.model.layers:
-        layer.compile(backend="inductor" if HAS_GPU else "aot_eager")
+        layer.compile(**BACKEND)
     return model
 
 
 def compile_unpacked(model):
-    return opponent_models.compiled(model, "default")
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, **BACKEND)):
+        return opponent_models.compiled(model, "default" if HAS_GPU else None)
 
 
-@pytest.mark.exhaustive  # to compile takes half a minute
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("compiled", [compile_layers, compile_unpacked])
 def test_a_compiled_model_makes_the_same_step(compiled, adapted, monkeypatch):

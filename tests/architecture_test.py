@@ -19,28 +19,18 @@ README = Path(__file__).parents[1] / "README.md"
 def test_the_8b_config_is_llama_3_1():
     config = architecture.llama_3_1_8b_config()
     published = {
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131_072,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 128_000,
-        "eos_token_id": 128_001,
-    }
+        "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False, "bos_token_id": 128_000, "eos_token_id": 128_001,
+    }  # fmt: skip
     assert {name: getattr(config, name) for name in published} == published
     assert config.rope_parameters == {
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0,
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    assert architecture.parameter_count(config) == 8_030_261_248
+    assert architecture.ModelFacts(config).parameters == 8_030_261_248
 
 
 @pytest.mark.exhaustive
@@ -82,6 +72,6 @@ def test_flops_per_token_is_what_pytorch_counts():
         model(input_ids=ids, labels=ids).loss.backward()
     # eager attention also multiplies the half of the scores that the causal mask throws away
     masked_half = 6.0 * config.num_hidden_layers * config.hidden_size * 64
-    expected = ids.numel() * (architecture.flops_per_token(config, 64) + masked_half)
+    expected = ids.numel() * (architecture.ModelFacts(config).flops_per_token(64) + masked_half)
     # RoPE's angles are 3e-5 of it
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)

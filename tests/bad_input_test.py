@@ -1,12 +1,10 @@
 """A damaged or unusual model gets one sentence that names the file, from every script."""
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -176,9 +174,7 @@ def change_weights(checkpoint: Path, change) -> None:
 
 
 BIAS = "model.layers.0.self_attn.q_proj.bias"
-OLD_FREQUENCIES = "self_attn.rotary_emb.inv_freq"
-
-
+FREQUENCIES = "rotary_emb.inv_freq"
 LAYERS = "num_hidden_layers"
 MISFITS = [  # values of config.json, what becomes of the weights, words of the sentence
     ({LAYERS: 1}, dict, ["9 not part", "model.layers.1.input_layernorm.weight"]),
@@ -201,8 +197,8 @@ def test_weights_that_are_not_the_configurations_are_refused(
 SUPERFLUOUS = {  # what becomes of the weights
     "a head that is tied": dict,
     "no head": lambda w: {name: t for name, t in w.items() if name != "lm_head.weight"},
-    "old frequencies": lambda w: w | {f"model.layers.1.{OLD_FREQUENCIES}": torch.ones(8)},
-    "frequencies": lambda w: w | {"model.rotary_emb.inv_freq": torch.ones(8)},
+    "old frequencies": lambda w: w | {f"model.layers.1.self_attn.{FREQUENCIES}": torch.ones(8)},
+    "frequencies": lambda w: w | {f"model.{FREQUENCIES}": torch.ones(8)},
 }
 
 
@@ -210,90 +206,59 @@ SUPERFLUOUS = {  # what becomes of the weights
 def test_weights_that_are_known_to_be_superfluous_are_not_refused(run, checkpoint, weights):
     change_config(checkpoint, tie_word_embeddings="head" in weights)
     change_weights(checkpoint, SUPERFLUOUS[weights])
-    assert run("finetune_baseline").code == 0
+    assert run(LOADS).code == 0
 
 
 # ---------------------------------------------------------------- paths
 
 
-@contextlib.contextmanager
-def ordinary_user() -> Iterator[None]:
-    """root may read everything."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65_534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
+CLOSED = [("checkpoint", 0), ("checkpoint/config.json", 0), (".", 0)]
+# may be entered but not listed: it may hold a tokenizer, without which bytes would be the tokens
+CLOSED += [("checkpoint", 0o711)]
 
 
-@pytest.fixture
-def public_checkpoint(saved_tiny) -> Iterator[Path]:
-    """Where everybody may look; pytest's own folders are for their owner alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)
-        copy = Path(shutil.copytree(saved_tiny, f"{folder}/parent/checkpoint"))
-        for path in (copy.parent, copy):
+@pytest.mark.parametrize("closed, mode", CLOSED)
+def test_a_model_that_may_not_be_read_is_one_sentence(run_script, saved_tiny, closed, mode):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are for their owner alone
+        parent = Path(folder, "parent")
+        model = Path(shutil.copytree(saved_tiny, parent / "checkpoint"))
+        for path in (parent.parent, parent, model):
             path.chmod(0o755)
-        yield copy
+        path, user = parent / closed, os.geteuid()
+        path.chmod(mode)
+        os.seteuid(user or 65_534)  # root may read everything
+        try:
+            outcome = run_script(finetune_baseline, "--model", str(model), *STEPS)
+        finally:
+            os.seteuid(user)
+            path.chmod(0o755)
+    assert_refused(outcome, f"--model {model} cannot be read: Permission denied")
 
 
-@pytest.mark.parametrize("closed", ["checkpoint", "checkpoint/config.json", "."])
-def test_a_model_that_may_not_be_read_is_one_sentence(run_script, public_checkpoint, closed):
-    path = public_checkpoint.parent / closed
-    path.chmod(0)
-    with ordinary_user():
-        outcome = run_script(finetune_baseline, "--model", str(public_checkpoint), *STEPS)
-    path.chmod(0o755)
-    assert_refused(outcome, f"--model {public_checkpoint} cannot be read: Permission denied")
+NO_NETWORK = AssertionError("the network was asked")
+NAMES = [  # of no model, what the hub answers, words of the sentence
+    ("m" * 300, NO_NETWORK, ["File name too long"]),
+    (f"folder/{'m' * 300}", None, ["neither a directory nor"]),
+    *((n, NO_NETWORK, [f"directory {n} does not exist"]) for n in ("./run1", "run1/", "a/b/run1")),
+    *(
+        ("checkpoints/run1", answer, ["there is no directory checkpoints/run1", "Hugging Face"])
+        for answer in (
+            hub_errors.LocalEntryNotFoundError("not cached"),
+            hub_error("RepositoryNotFoundError", 404),
+        )
+    ),
+    ("checkpoints/model.safetensors", NO_NETWORK, ["model.safetensors is a file", "directory"]),
+]
 
 
-def test_a_folder_that_may_be_entered_but_not_listed_is_not_taken_to_hold_no_tokenizer(
-    run_script, public_checkpoint
-):
-    """Without its tokenizer, bytes would be the tokens."""
-    public_checkpoint.chmod(0o711)
-    with ordinary_user():
-        outcome = run_script(finetune_baseline, "--model", str(public_checkpoint), *STEPS)
-    public_checkpoint.chmod(0o755)
-    assert_refused(outcome, "cannot be read: Permission denied")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("m" * 300, "File name too long"), (f"folder/{'m' * 300}", "neither a directory nor")],
-    ids=["name", "name in a folder"],
-)
-def test_a_name_of_300_characters_is_one_sentence(run_script, name, words):
-    assert_refused(run_script(finetune_baseline, "--model", name, *STEPS), words)
-
-
-@pytest.mark.parametrize("name", ["./run1", "run1/", "a/b/run1"])
-def test_a_directory_that_is_not_there_is_called_that(run_script, monkeypatch, name):
-    monkeypatch.setattr(
-        config_file, "hf_hub_download", lambda *args: pytest.fail("the network was asked")
-    )
-    outcome = run_script(finetune_baseline, "--model", name)
-    assert_refused(outcome, f"the directory {name} does not exist")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [hub_errors.LocalEntryNotFoundError("not cached"), hub_error("RepositoryNotFoundError", 404)],
-    ids=["not cached", "not found"],
-)
-def test_a_name_that_could_be_both_is_said_to_be_neither(run_script, monkeypatch, tmp_path, error):
+@pytest.mark.parametrize("name, answer, words", NAMES)
+def test_a_name_of_no_model_is_one_sentence(run_script, monkeypatch, tmp_path, name, answer, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(config_file, "hf_hub_download", raising(error))
-    outcome = run_script(finetune_baseline, "--model", "checkpoints/run1")
-    assert_refused(outcome, "there is no directory checkpoints/run1", "Hugging Face")
-
-
-def test_a_file_for_a_model_is_refused(run_script, checkpoint):
-    outcome = run_script(finetune_baseline, "--model", str(checkpoint / "model.safetensors"))
-    assert_refused(outcome, "model.safetensors is a file", "directory")
+    (tmp_path / "checkpoints" / "model.safetensors").touch()
+    if answer:
+        monkeypatch.setattr(config_file, "hf_hub_download", raising(answer))
+    assert_refused(run_script(finetune_baseline, "--model", name, *STEPS), *words)
 
 
 @pytest.mark.exhaustive

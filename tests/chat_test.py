@@ -57,35 +57,29 @@ def test_the_last_answer_is_trained_on_or_every_one_that_the_template_marks():
     assert trained(MARKED, TALK) == (WHOLE, "hello <end> fine thanks <end>")
 
 
-@pytest.mark.parametrize(
-    "template, line, words",
-    [
-        (None, {}, ['"messages"', "chat template", "instruct"]),
-        (TURNS, {"messages": "hello"}, ["no list"]),
-        (TURNS, {"messages": ["hello"]}, ["message 1", "no JSON object", "user"]),
-        (
-            TURNS,
-            {"messages": [{"role": "human", "content": "a"}]},
-            ["message 1", "'human'", "assistant"],
-        ),
-        (TURNS, {"messages": [{"role": "user"}]}, ["message 1", '"content"']),
-        (TURNS, {"messages": TALK[:1]}, ["no answer"]),
-        (TURNS, {"messages": TALK[1:2]}, ["no answer"]),
-        (TURNS, {"messages": []}, ["no answer"]),
-        ("{{ raise_exception('roles must alternate') }}", {}, ["roles must alternate"]),
-        ("{{ 1 +", {}, ["the chat template refuses it"]),
-        ("{{ messages|length }}" + TURNS, {}, ["another beginning"]),
-        (TURNS, {"tools": {}}, ['"tools"', "list"]),
-        (TURNS, {"tools": ["hello"]}, ['"tools"', "list"]),
-        (TURNS, {"tools": "{"}, ['"tools"', "list"]),
-        (TURNS, {"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
-        (
-            TURNS,
-            {"chat_template_kwargs": {"tokenize": True}},
-            ["the chat template refuses it", "tokenize"],
-        ),
-    ],
-)
+NO_TEXT = {"role": "assistant", "content": None}
+REFUSED = [  # a template, what a line says besides TALK, words of the sentence
+    (None, {}, ['"messages"', "chat template", "instruct"]),
+    *((TURNS, {"messages": each}, ["no list"]) for each in ("hello", None)),
+    (TURNS, {"messages": ["hello"]}, ["message 1", "no JSON object", "user"]),
+    (TURNS, {"messages": [{"role": "human", "content": "a"}]}, ["message 1", "'human'", "system"]),
+    (TURNS, {"messages": [{"role": "user"}]}, ["message 1", '"content"']),
+    (TURNS, {"messages": [TALK[0], NO_TEXT]}, ["message 2", '"content"']),
+    *((TURNS, {"messages": each}, ["no answer"]) for each in (TALK[:1], TALK[1:2], [])),
+    ("{{ raise_exception('roles must alternate') }}", {}, ["roles must alternate"]),
+    ("{{ 1 +", {}, ["the chat template refuses it"]),
+    ("{{ messages|length }}" + TURNS, {}, ["another beginning"]),
+    *((TURNS, {"tools": each}, ['"tools"', "list"]) for each in ({}, ["hello"], "{")),
+    (TURNS, {"chat_template_kwargs": ["mood"]}, ['"chat_template_kwargs"', "object"]),
+    *(
+        (TURNS, {"chat_template_kwargs": {name: True}}, ["the chat template refuses it", name])
+        for name in ("tokenize", "chat_template")
+    ),
+    (TURNS, {"images": ["a.png"]}, ['"images" are given']),
+]
+
+
+@pytest.mark.parametrize("template, line, words", REFUSED)
 def test_a_line_that_no_template_can_render_is_one_sentence(template, line, words):
     with pytest.raises(UserError) as caught:
         trained(template, **({"messages": TALK} | line))

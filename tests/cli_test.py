@@ -27,7 +27,7 @@ from harness.cli.flags import DEFAULT_MODEL
 from harness.data import dataset
 from harness.model import architecture, config_file
 from harness.records import run_records
-from harness.training import training_run
+from harness.training import run_text, training_run
 from next_steps.finetuning import distill, opponents
 from next_steps.memory import profile
 from next_steps.studies import frontier
@@ -566,6 +566,6 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
     assert [int(step) for step, _ in steps] == [1, 2, 3]
     assert [float(loss) for _, loss in steps] == pytest.approx(record["losses"], abs=1e-4)
 
-    block = training_run.result_block(record)
+    block = run_text.result_block(record)
     memory = "Peak GPU memory:" if HAS_GPU else "Peak process memory:"
     assert block in outcome.out and f"\n{title}\n" in block and memory in block

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import profile_baseline
 from harness.cli.workload import Workload
 from harness.model import architecture
+from harness.model.architecture import ModelFacts
 from harness.model.families import FAMILIES
 from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
@@ -152,25 +153,23 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
 
 
 def test_every_kernel_of_ours_is_counted_or_moves_next_to_nothing():
-    scale_by_1 = {"_scale_kernel", "_cross_entropy_scale_kernel", "_reverse_kl_bwd_kernel"}
-    in_no_step = {"_plain_fwd_kernel", "_plain_bwd_kernel"}
-    small = (
-        {"_rmsnorm_dw_kernel", "_qk_norm_rope_dw_kernel", "_obvious_kernel"}
-        | scale_by_1
-        | in_no_step
-    )
+    small = {"_rmsnorm_dw_kernel", "_qk_norm_rope_dw_kernel"}
+    small |= {"_scale_kernel", "_cross_entropy_scale_kernel", "_reverse_kl_bwd_kernel"}  # by 1
+    small |= {"_plain_fwd_kernel", "_plain_bwd_kernel", "_obvious_kernel"}  # in no step
     names = {name for row in ROWS for name in launched_kernels(row.lesson)}
     assert {name for name in names if costs.cost_of_kernel(name, 1, SIZES) is None} == small
     assert costs.cost_of_kernel("vectorized_elementwise_kernel", 1, SIZES) is None
 
 
+def sizes_of_8b(**workload) -> Sizes:
+    return costs.sizes_of(ModelFacts(architecture.llama_3_1_8b_config(), Workload(**workload)))
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_step_writes_each_quantized_weight_out_twice(micro_batches):
     """6.98e9 numbers of 2 bytes, from half a byte and a little each."""
-    config, name = architecture.llama_3_1_8b_config(), "_nf4_dequantize_kernel"
-    sizes = costs.sizes_of(config, Workload(accumulate=micro_batches))
-    launches = 2 * 7 * 32 * micro_batches
-    moved = launches * costs.cost_of_kernel(name, launches, sizes).n_bytes
+    sizes, launches = sizes_of_8b(accumulate=micro_batches), 2 * 7 * 32 * micro_batches
+    moved = launches * costs.cost_of_kernel("_nf4_dequantize_kernel", launches, sizes).n_bytes
     assert moved == pytest.approx(2 * 6.98e9 * 2.516 * micro_batches, rel=3e-3)
 
 
@@ -219,7 +218,7 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
     record = profile_baseline.profile_training(workload, trace, stacks=False)
     parts, sizes = record["categories"], Sizes(**record["sizes"])
     in_attention = 6 * config.num_hidden_layers * 4 * config.head_dim * 32
-    products = architecture.flops_per_token(config, 32) - in_attention  # and the angles' small one
+    products = ModelFacts(config).flops_per_token(32) - in_attention  # and the angles' small one
     assert parts["matmul"]["flops"] == pytest.approx(32 * products, rel=1e-3)
     numbers = 5 * 32 * 512
     assert parts["normalization"]["bytes"] == pytest.approx(116 * numbers, rel=0.03)
@@ -238,27 +237,30 @@ def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the speed of light
 
 
+CEILINGS = {"matmul_tflops": 0.5, "copy_gbs": 2.0}
+
+
 def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
     """By hand, of the tiny model in fp32.  Two tokens have twice a token's bytes, and the weights'
     once.
     """
-    config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
+    config = architecture.tiny_config()
     per_token = 4 * (2 * 64 * (10 - 2) + 2 * 96 * 4 + 2 * 160 * 9 + 257 * 2)
     weights = 4 * 119_232 * 7
     for batch_size, n_tokens in ((1, 1), (2, 2), (4, 2)):  # the last has as much padding
         workload = Workload(model="tiny", dtype="fp32", batch_size=batch_size, seq_len=1)
-        ms = costs.least_ms(config, workload, n_tokens, 1e6, ceilings)
+        ms = costs.least_ms(ModelFacts(config, workload), n_tokens, 1e6, CEILINGS)
         expected = n_tokens * 1e6 / 0.5e9 + (weights + n_tokens * per_token) / 2e6
         assert ms == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype, n_bytes", [("bf16", 10 + 16 / 256), ("fp32", 16 + 16 / 256)])
 def test_8_bit_moments_are_read_and_written_as_bytes(dtype, n_bytes):
-    config = architecture.tiny_config()
     workload = Workload(dtype=dtype, seq_len=8, kernels=("adamw",), moments="8bit")
-    sizes = costs.sizes_of(config, workload)
+    facts = ModelFacts(architecture.tiny_config(), workload)
+    sizes = costs.sizes_of(facts)
     necessary = FACTS["adamw"].floor_bytes(sizes)
-    assert necessary == pytest.approx(n_bytes * architecture.parameter_count(config), rel=1e-4)
+    assert necessary == pytest.approx(n_bytes * facts.parameters, rel=1e-4)
     if dtype == "bf16":  # what the kernel moves, by its own row
         moved = costs.cost_of_kernel("_adamw8_kernel", 1, sizes).n_bytes
         assert moved == pytest.approx(necessary, rel=1e-3)
@@ -267,7 +269,7 @@ def test_8_bit_moments_are_read_and_written_as_bytes(dtype, n_bytes):
 def test_norms_over_heads_and_layers_without_rotation_are_counted():
     one, sizes = Workload(seq_len=512), {}
     for kind, family in FAMILIES.items():
-        sizes[kind] = costs.sizes_of(family.example_config(), one)
+        sizes[kind] = costs.sizes_of(ModelFacts(family.example_config(), one))
     heads = 2 * 512 * 36 * (32 + 8) * 128  # of Qwen3-8B: bytes, tokens, layers, q and k
     assert sizes["qwen3"].heads == sizes["qwen3"].head_norms == heads
     of_smollm3 = sizes["smollm3"]
@@ -276,44 +278,41 @@ def test_norms_over_heads_and_layers_without_rotation_are_counted():
 
 
 def test_with_fp8_the_projections_flops_pass_at_its_rate():
-    config, ceilings = architecture.tiny_config(), {"matmul_tflops": 0.5, "copy_gbs": 2.0}
     plain = Workload(model="tiny", dtype="bf16", kernels=("fused_layer",))
-    workload = replace(plain, fp8="all")
-    in_layers = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 160)  # weights, of two layers
-    without, within = (
-        costs.least_ms(config, workload, 10, 1e6, rates)
-        for rates in (ceilings, ceilings | {"fp8_tflops": 1.0})
+    of_plain, of_fp8 = (
+        ModelFacts(architecture.tiny_config(), each) for each in (plain, replace(plain, fp8="all"))
     )
-    assert without == costs.least_ms(config, plain, 10, 1e6, ceilings | {"fp8_tflops": 1.0})
+    with_rate = CEILINGS | {"fp8_tflops": 1.0}
+    in_layers = 2 * (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 160)  # weights, of two layers
+    without, within = (costs.least_ms(of_fp8, 10, 1e6, each) for each in (CEILINGS, with_rate))
+    assert without == costs.least_ms(of_plain, 10, 1e6, with_rate)
     saved = 10 * 2 * 3 * in_layers * (1 / 0.5 - 1 / 1.0) / 1e9
     assert without - within == pytest.approx(saved, rel=1e-9)
 
 
+# bytes of one number of LLaMA 3.1 8B: of each weight in a layer, and for each of 512 tokens
+WEIGHTS, TOKENS = 2 * 32 * 218_103_808, 2 * 32 * 512
+X, QKV, INNER = 4096, 6144, 14_336
+
+
 def test_with_lora_fp8_takes_two_products_of_frozen_weights_but_for_the_first_inputs():
-    config = architecture.llama_3_1_8b_config()
-    workload = Workload(seq_len=512, lora_rank=16, lora_alpha=16, lora_targets="all", fp8="all")
-    of_all = 4 * 32 * 218_103_808 - 2 * 4096 * 6144  # q, k and v of the first layer
-    assert costs.fp8_flops_per_token(config, workload) == of_all
-    tokens, weights = 2 * 32 * 512, 2 * 32 * 218_103_808  # bytes of one number each
-    x, qkv, inner = 4096, 6144, 14_336
-    sizes = costs.sizes_of(config, workload)
-    inputs, gradients = 3 * x + inner, qkv + x + 2 * inner + x
-    assert sizes.quantized == tokens * (inputs + gradients) - tokens // 32 * qkv
+    lora = {"seq_len": 512, "lora_rank": 16, "lora_alpha": 16, "lora_targets": "all"}
+    facts = ModelFacts(architecture.llama_3_1_8b_config(), Workload(**lora, fp8="all"))
+    of_all = 4 * 32 * 218_103_808 - 2 * X * QKV  # q, k and v of the first layer
+    assert costs.fp8_flops_per_token(facts) == of_all
+    sizes, compact = costs.sizes_of(facts), sizes_of_8b(**lora, fp8="compact")
+    inputs, gradients = 3 * X + INNER, QKV + X + 2 * INNER + X
+    assert sizes.quantized == TOKENS * (inputs + gradients) - TOKENS // 32 * QKV
     assert sizes.transposed == 0
-    compact = costs.sizes_of(config, replace(workload, fp8="compact"))
-    assert compact.transposed == weights and compact.quantized == sizes.quantized
+    assert compact.transposed == WEIGHTS and compact.quantized == sizes.quantized
 
 
 def test_what_fp8_quantizes_and_transposes_in_a_step():
-    """Numbers of LLaMA 3.1 8B, by hand: docs/fp8_casts.md has those per token."""
-    config = architecture.llama_3_1_8b_config()
-    plain = Workload(batch_size=2, seq_len=512, kernels=("fused_layer",))
-    tokens, weights = 2 * 32 * 1024, 2 * 32 * 218_103_808  # bytes of one number each
-    x, qkv = 4096, 6144
-    of_all = costs.sizes_of(config, replace(plain, fp8="all"))
-    assert of_all.quantized == weights + tokens * (2 * x + qkv + 2 * x)
-    assert of_all.transposed == weights * 3 / 2 + tokens * 69_632  # weights come in as bf16
-    none = costs.sizes_of(config, plain)
+    """By hand: docs/fp8_casts.md has the numbers per token."""
+    plain = {"seq_len": 512, "kernels": ("fused_layer",)}
+    of_all, none = sizes_of_8b(**plain, fp8="all"), sizes_of_8b(**plain)
+    assert of_all.quantized == WEIGHTS + TOKENS * (2 * X + QKV + 2 * X)
+    assert of_all.transposed == WEIGHTS * 3 / 2 + TOKENS * 69_632  # weights come in as bf16
     assert none.quantized == none.transposed == 0
     one = costs.cost_of_kernel("_fp8_transpose_kernel", 10, of_all)
     assert one.n_bytes == of_all.transposed / 10

@@ -1,5 +1,6 @@
 """Every token is trained on or held out, none twice, and prompts and padding are masked."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def read_jsonl(path: Path, seq_len: int) -> tuple[samples.Samples, str]:
     return samples.of_examples(str(path), examples, seq_len)
 
 
-def test_packing_loses_and_repeats_no_token():
+def test_sequences_of_a_text_lose_and_repeat_no_token():
     texts = ["first text", "second, longer text", "third"]
     tokens = [token for text in texts for token in [*text.encode(), END]]
     rows = list(samples.of_text(samples.tokenize_texts(texts, BYTES), seq_len=7))
@@ -77,7 +78,7 @@ def test_every_epoch_covers_every_sequence_once():
     assert order[:7] != order[7:14]
 
 
-def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
+def test_prompt_and_padding_are_masked_token_by_token_and_padding_changes_no_loss(tmp_path):
     path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdef"), ("x", "y"))
     data = load(1, "--data", str(path), "--batch-size", "2")
     (batch,) = data.train
@@ -90,22 +91,19 @@ def test_prompt_and_padding_are_masked_token_by_token(tmp_path):
     (held_out,) = data.validation
     assert held_out.input_ids.tolist() == [[*b"xy", END]]
     assert held_out.labels.tolist() == [[IGNORE, *b"y", END]]
+    model = loading.load_model(tiny_workload())
+    together, one_by_one = (
+        training_run.validation_loss(model, replace(data.train, batch_size=n)) for n in (2, 1)
+    )
+    assert together == pytest.approx(one_by_one, rel=1e-6)
 
 
-def test_long_example_is_cut_at_its_end(tmp_path):
-    path = jsonl(tmp_path / "data.jsonl", ("ab", "cdef"), ("a", "b"))
-    examples, note = read_jsonl(path, seq_len=4)
-    (ids, labels), _ = examples
-    assert note == ""
-    assert ids.tolist() == list(b"abcd")
-    assert labels.tolist() == [IGNORE, IGNORE, *b"cd"]
-
-
-def test_examples_with_nothing_to_train_on_are_skipped_for_a_reason(tmp_path):
+def test_long_examples_are_cut_and_those_with_nothing_to_train_on_are_skipped(tmp_path):
     empty, cut = ("", ""), ("abcdefgh", "completion cut away")
-    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), empty, cut, empty, ("c", "d"))
+    path = jsonl(tmp_path / "data.jsonl", ("a", "b"), empty, cut, empty, ("abcdef", "ghi"))
     examples, note = read_jsonl(path, seq_len=8)
-    assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"cd", END]]
+    assert [ids.tolist() for ids, _ in examples] == [[*b"ab", END], [*b"abcdefgh"]]
+    assert examples[1][1].tolist() == [IGNORE] * 6 + [*b"gh"]
     assert note == (
         ", 2 skipped: no completion token: it is empty, or the chat template marks none"
         ", 1 skipped: no completion token within --seq-len 8"
@@ -121,18 +119,6 @@ def test_jsonl_may_hold_line_separators_a_byte_order_mark_and_blank_lines(tmp_pa
     examples, _ = read_jsonl(path, seq_len=64)
     texts = [bytes(ids.tolist()[:-1]).decode() for ids, _ in examples]
     assert texts == ["a\u2028bc\u0085d", "e\u2029f"]
-
-
-def test_padding_changes_no_loss(tmp_path):
-    path = jsonl(tmp_path / "data.jsonl", ("ab", "cd"), ("a", "bcdefghij"), ("x", "y"))
-    model = loading.load_model(tiny_workload())
-    examples, _ = read_jsonl(path, seq_len=16)
-    rows = [[i] for i in range(len(examples))]
-    together, one_by_one = (
-        training_run.validation_loss(model, dataset.Batches(examples, rows, batch_size))
-        for batch_size in (3, 1)
-    )
-    assert together == pytest.approx(one_by_one, rel=1e-6)
 
 
 # (processes, sequences in a micro-batch of each, micro-batches): four a step

@@ -72,7 +72,7 @@ def waiting(
     return record | {"timeline": {"step_ms": 1.01, **idle}}
 
 
-def test_flops_of_fp8_are_judged_by_its_own_ceiling():
+def test_fp8_has_a_ceiling_of_its_own_and_the_power_stands_beside_the_ceilings():
     record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6) | {"fp8_flops": 6e6})
     record["ceilings"]["fp8_tflops"] = 0.2
     (matmul,) = diagnose.judge_categories(record).values()
@@ -82,10 +82,7 @@ def test_flops_of_fp8_are_judged_by_its_own_ceiling():
     del record["ceilings"]["fp8_tflops"]  # of a CPU
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(8e6 / 0.1e6)
-
-
-def test_the_power_of_the_steps_stands_beside_the_ceilings():
-    record = made_up(matmul=part(100.0, n_bytes=20e3, flops=8e6))
+    # the power of the steps stands beside the ceilings
     assert "Power" not in profile_tables.diagnosis(record)
     reading = {"watts": 690.0, "mhz": 1500.0, "readings": 9}
     for power, said in ((reading, "690 W at 1,500 MHz"), (None, "not known (")):
@@ -106,14 +103,12 @@ def test_the_verdict_is_the_ceiling_that_takes_longer():
     assert profile_tables.achieved(attention) == "0.6 GB/s"
 
 
-@pytest.mark.parametrize(
-    ("idle_us", "launches", "verdict"),
-    [(100.0, 20, "launch-bound"), (100.0, 5, "bandwidth-bound"), (10.0, 20, "bandwidth-bound")],
-    ids=["short kernels, the GPU waits", "long kernels", "the GPU does not wait"],
-)
-def test_short_kernels_are_launch_bound_where_the_gpu_waits(idle_us, launches, verdict):
-    record = waiting(made_up(loss=part(100.0, n_bytes=50e3, launches=launches)), idle_us)
-    assert diagnose.judge_categories(record)["loss"].verdict == verdict
+def test_short_kernels_are_launch_bound_where_the_gpu_waits():
+    for idle_us, launches, verdict in (
+        (100.0, 20, "launch-bound"), (100.0, 5, "bandwidth-bound"), (10.0, 20, "bandwidth-bound"),
+    ):  # fmt: skip
+        record = waiting(made_up(loss=part(100.0, n_bytes=50e3, launches=launches)), idle_us)
+        assert diagnose.judge_categories(record)["loss"].verdict == verdict
 
 
 def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
@@ -129,9 +124,11 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
     assert "What to do about it:       --kernels adamw" in text
     gain = r"at 90 % of the copy rate 0.0 ms instead of 0.1: step -9.2 % \(Amdahl\)"
     assert re.search(rf"What it should gain: +{gain}", text)
+    in_use, *_ = diagnose.ranking(record | {"kernels": ["adamw"]})  # is not advised again
+    assert in_use.advice == "its kernel is on; benchmark_kernels.py --kernel adamw"
 
 
-def test_no_part_gains_more_than_the_step_that_it_was_measured_in():
+def test_no_part_gains_more_than_the_step_it_was_measured_in_and_none_at_its_ceiling():
     """A CPU's step under the profiler may take a hundred times as long as the others, or the
     other way round; a GPU's kernels may run beside each other."""
     optimizer = part(64_000.0, n_bytes=8e3)
@@ -139,29 +136,13 @@ def test_no_part_gains_more_than_the_step_that_it_was_measured_in():
     for device, gain in (("CPU", -100 * (64 - 0.007 / 0.9) / 80), ("CUDA", -100.0)):
         profile = record | {"device": device, **({"timeline": None} if device == "CPU" else {})}
         assert f"step {gain:.1f} % (Amdahl)" in profile_tables.diagnosis(profile)
-
-
-def test_a_part_at_its_ceiling_has_nothing_to_gain():
-    record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))
+    record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))  # at its ceiling
     assert diagnose.ranking(record) == []
     nothing = "no part of it could make the step 0.1 % shorter."
     assert profile_tables.diagnosis(record).endswith(nothing)
 
 
-def test_a_kernel_that_is_on_is_not_advised_again():
-    record = made_up(optimizer=part(100.0, n_bytes=8e3)) | {"kernels": ["adamw"]}
-    advice = "its kernel is on; benchmark_kernels.py --kernel adamw"
-    assert diagnose.ranking(record)[0].advice == advice
-
-
-@pytest.mark.parametrize("flag", ["cuda_graph", "pack", "offload"])
-def test_a_graph_is_advised_only_where_there_can_be_one(flag):
-    record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0) | {"busy_us": 700.0}
-    advised = [diagnose.losses(each)[0].advice for each in (record, record | {flag: True})]
-    assert advised == [diagnose.CUDA_GRAPH, diagnose.MORE_TOKENS]
-
-
-def test_idle_time_is_a_cost_of_its_own():
+def test_idle_time_is_a_cost_of_its_own_without_the_waiting_that_the_recording_adds():
     record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
     record["busy_us"] = 700.0
     launches, synchronization, optimizer = diagnose.ranking(record)
@@ -172,12 +153,11 @@ def test_idle_time_is_a_cost_of_its_own():
     what_to_do = profile_tables.decision(record, [launches])[1]
     assert "finetune_optimized.py --kernels all --cuda-graph" in what_to_do
     assert "0.0 ms instead of 0.2: step -18.0 %" in text
+    for flag in ("cuda_graph", "pack", "offload"):  # where there can be no graph
+        assert diagnose.losses(record | {flag: True})[0].advice == diagnose.MORE_TOKENS
     assert "about 9.9 us from one launch to the next" in text
-
-
-def test_waiting_that_the_recording_adds_is_not_counted():
-    record = waiting(made_up(optimizer=part(100.0, n_bytes=8e3)), 300.0, synchronization_us=120.0)
     record["timeline"]["step_ms"] = 1.25  # 1.00 unrecorded, in 0.90 of which the GPU is busy
+    record["busy_us"] = 900.0
     launches, synchronization = diagnose.losses(record)
     assert (launches.us, synchronization.us) == pytest.approx((60.0, 40.0))
     assert diagnose.host_us(record) == pytest.approx(8.0)
@@ -198,15 +178,9 @@ def test_exposed_communication_is_a_cost_from_a_twentieth_of_the_step_on(exposed
     assert "Communication" not in profile_tables.diagnosis(made_up(loss=part(5.0, n_bytes=5e3)))
 
 
-def test_every_kernel_is_known_to_replace_something():
-    replaced = diagnose.replaced_by(KERNELS)
-    assert replaced == set(RUNG_OF_CATEGORY) <= set(CATEGORIES)
-    assert diagnose.replaced_by([]) == set()
-
-
-def test_every_advised_flag_exists():
-    known = {rung.name for rung in RUNGS}
-    assert known <= set(KERNELS)
+def test_every_kernel_is_known_to_replace_something_and_every_advised_flag_exists():
+    assert diagnose.replaced_by(KERNELS) == set(RUNG_OF_CATEGORY) <= set(CATEGORIES)
+    assert diagnose.replaced_by([]) == set() and {rung.name for rung in RUNGS} <= set(KERNELS)
     for category, rung in RUNG_OF_CATEGORY.items():
         advice = diagnose.advice_for(category, {"kernels": []})
         assert advice == f"--kernels {rung.name}"
@@ -353,20 +327,14 @@ def test_a_comparison_has_the_prediction_beside_what_was_measured():
     assert "Came:      _adamw_kernel 0.010 ms" in text
     assert "custom kernels: adamw" in text
 
-
-def test_a_step_that_gained_less_than_its_spread_gained_nothing():
-    before, after = before_and_after()
+    before, after = before_and_after()  # a step that gained less than its spread gained nothing
     after["step_ms"] = [0.6, 0.65, 1.2]  # 80th percentile: 0.98
     before["step_ms"] = [0.96, 1.0, 1.1]  # 20th percentile: 0.976
     text = compare_profiles.render_comparison(before, after)
     assert cells(text, "Step")[3:] == ["no difference", "0.392"]
-
-
-def test_it_is_said_which_times_have_the_host_in_them():
     record = made_up(loss=part(900.0, n_bytes=5e5))
-    compared = compare_profiles.render_comparison(*before_and_after())
-    for text in (profile_baseline.render(record), compared):
-        assert OF_KERNELS in text and OF_STEPS in text
+    for said in (profile_baseline.render(record), text):  # which times have the host in them
+        assert OF_KERNELS in said and OF_STEPS in said
     assert OF_KERNELS in profile_tables.diagnosis(record)
 
 
@@ -421,17 +389,15 @@ def texts_of_roofline(tmp_path, pyplot):
     return draw
 
 
-@pytest.mark.exhaustive
-def test_a_category_that_the_interpreter_ran_is_drawn_as_it_was_before(texts_of_roofline):
+def test_the_roofline_has_what_was_interpreted_and_what_only_one_of_two_profiles_has(
+    texts_of_roofline,
+):
     before, after = (record | {"device": "CPU", "timeline": None} for record in before_and_after())
     after["environment"] = before["environment"] | {"gpu": None}
     before["categories"]["optimizer"]["flops"] = 1e4
     said = [text for text in texts_of_roofline([before, after]) if text.startswith("optimizer")]
     # the bytes of the kernel that took its place are unknown
     assert len(said) == 1 and said[0].endswith("% of its ceiling → interpreted")
-
-
-def test_the_roofline_has_what_only_one_of_two_profiles_has(texts_of_roofline):
     before, after = before_and_after()
     before["categories"]["activation"] = part(100.0, n_bytes=20e3, flops=1e4)
     after["categories"]["fp8 casts"] = part(100.0, n_bytes=20e3, flops=1e4)
@@ -442,7 +408,6 @@ def test_the_roofline_has_what_only_one_of_two_profiles_has(texts_of_roofline):
 
 
 ROW = {"us": 1, "launches": 1, "bytes": 1, "flops": 1}
-OF_A_RUN = str(RESULTS / "finetune_baseline_1x512.json")
 DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
 
 
@@ -480,19 +445,6 @@ def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(compare, key, w
     record = json.loads((RESULTS / "profile_1x512.json").read_text())
     record[key][within] = value
     assert_refused(compare(record, record), f"is a damaged record, without a usable {key}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["nowhere.json", "nowhere.json"], "cannot read nowhere.json"),
-        ([OF_A_RUN, "x"], "is not a 'profile' record"),
-        (["one.json"], "arguments are required: AFTER.json"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input_is_one_sentence(run_script, flags, words):
-    assert_refused(run_script(compare_profiles, *flags), words)
 
 
 # ---------------------------------------------------------------- real runs

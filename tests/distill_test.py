@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import types
-from collections import Counter
 
 import pytest
 import torch
@@ -22,14 +21,13 @@ from harness.cli.flags import Parser
 from harness.cli.workload import Workload, teacher_line
 from harness.data import dataset
 from harness.model import architecture, loading
+from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
 from harness.steps import stepping, timing
-from harness.training import training_run
+from harness.training import run_text, training_run
 from next_steps.finetuning import distill, distillation
-from next_steps.lessons import reverse_kl_kernel
 from next_steps.patches import apply_kernels
 from tests.apply_kernels_test import (
-    CountedKernel,
     assert_equal,
     counted_batch,
     loss_and_gradients,
@@ -140,16 +138,13 @@ def test_the_teacher_runs_once_per_step_and_keeps_nothing_for_a_backward():
 
 
 @pytest.mark.exhaustive
-def test_the_kernels_named_run_in_both_models(monkeypatch):
-    counter = Counter()
+def test_the_kernels_named_run_in_both_models(monkeypatch, launches):
     students = [pair(ALL, fused=fused)[0] for fused in (True, False)]
     module, name = modeling_llama.LlamaMLP, "forward"
     monkeypatch.setattr(module, name, lambda *args: pytest.fail("Hugging Face's MLP ran"))
-    kernel = CountedKernel(reverse_kl_kernel._reverse_kl_fwd_kernel, "reverse_kl", counter)
-    monkeypatch.setattr(reverse_kl_kernel, "_reverse_kl_fwd_kernel", kernel)
     for student in students:  # of which only the first has the kernel
         loss_and_gradients(student)
-        assert counter["reverse_kl"] == 1
+        assert launches["reverse_kl_fwd"] == 1
 
 
 @pytest.mark.parametrize(
@@ -211,11 +206,11 @@ def test_a_run_says_who_taught_whom(distilled):
         "kernels": ["rmsnorm", "reverse_kl"],
     }
     assert {key: record[key] for key in expected} == expected
-    n = architecture.parameter_count(architecture.tiny_config())
+    n = ModelFacts(architecture.tiny_config()).parameters
     assert record["teacher_parameters"] == n > record["parameters"]
     printed = record["printed"]
     assert "Custom kernels: rmsnorm, reverse_kl;" in printed
-    assert printed.count(teacher_line(record)) == 2 and training_run.result_block(record) in printed
+    assert printed.count(teacher_line(record)) == 2 and run_text.result_block(record) in printed
     first, last = record["losses"]
     assert f"Distillation loss:        {first:.4f} in step 1, {last:.4f} in step 2" in printed
     if not HAS_GPU:
@@ -259,7 +254,7 @@ def test_which_student_and_how_many_layers(
     student, workload, more = distillation.load_student(workload)
     layers = len(student.model.layers), student.config.num_hidden_layers, workload.student_layers
     assert set(layers) == {n_layers}
-    assert more["teacher_parameters"] == architecture.parameter_count(architecture.tiny_config())
+    assert more["teacher_parameters"] == ModelFacts(architecture.tiny_config()).parameters
 
 
 @pytest.mark.parametrize("way", ["{}/", "{}/../{}", "linked", "relative"])
@@ -309,11 +304,11 @@ def test_the_saved_student_is_an_ordinary_model(distilled, recorded, tmp_path):
 
 
 def test_utilization_counts_the_teachers_forward(distilled, monkeypatch):
-    monkeypatch.setattr(training_run, "datasheet_tflops", lambda gpu: 2.0)
+    monkeypatch.setattr(training_run, "peak_tflops", lambda gpu: 2.0)
     record = distilled("--dtype", "bf16", *EAGER)
     teacher, student = architecture.tiny_config(), architecture.tiny_config()
     student.num_hidden_layers = 1
-    flops = architecture.flops_per_token(student, 8) + architecture.flops_per_token(teacher, 8) / 3
+    flops = ModelFacts(student).flops_per_token(8) + ModelFacts(teacher).flops_per_token(8) / 3
     expected = flops * record["tokens_per_second"] / 2e12
     assert record["model_flops_utilization"] == pytest.approx(expected)
 

@@ -5,9 +5,12 @@ tests/conftest.py hands the fixtures to all tests; tests/mutation_test.py loads 
 
 import contextlib
 import gc
+import importlib
 import math
 import os
 import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -89,11 +92,54 @@ def poison_new_tensors():
 
 
 @pytest.fixture
+def fp8_references(monkeypatch):
+    """Let references round in the layers, without a GPU: Triton's interpreter is slow."""
+    if not HAS_GPU:
+        from next_steps.layers import fp8_layer, frozen_fp8  # of this test, as below
+        from tests.fp8_layer_test import REFERENCES
+
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(fp8_layer, name, reference)
+            if hasattr(frozen_fp8, name):
+                monkeypatch.setattr(frozen_fp8, name, reference)
+
+
+@pytest.fixture
 def small_tiles(monkeypatch):
     """Let small tensors take several tiles too."""
     from tests import tiles  # of the kernels of this test: mutation_test exchanges them
 
     tiles.small_tiles(monkeypatch)
+
+
+class CountedKernel:
+    def __init__(self, kernel, name, counter):
+        self.kernel, self.name, self.counter = kernel, name, counter
+
+    def __getitem__(self, grid):
+        self.counter[self.name] += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Counter:
+    """How often each kernel of a model was launched, by its name without `_kernel`."""
+    counter = Counter()
+    for module, names in {
+        "rmsnorm_kernel": ["rmsnorm_fwd", "rmsnorm_bwd"],
+        "cross_entropy_kernel": ["cross_entropy_fwd", "cross_entropy_inplace"],
+        "next_steps.lessons.linear_cross_entropy_kernel": ["scale"],
+        "next_steps.lessons.swiglu_kernel": ["swiglu_fwd", "swiglu_bwd"],
+        "next_steps.lessons.rope_kernel": ["rope"],
+        "next_steps.lessons.qk_norm_rope_kernel": ["qk_norm_rope_fwd", "qk_norm_rope_bwd"],
+        "next_steps.lessons.reverse_kl_kernel": ["reverse_kl_fwd"],
+        "next_steps.lessons.adamw_kernel": ["adamw"],
+    }.items():
+        for name in names:
+            place = f"{module}._{name}_kernel"
+            kernel = getattr(importlib.import_module(module), f"_{name}_kernel")
+            monkeypatch.setattr(place, CountedKernel(kernel, name, counter))
+    return counter
 
 
 @contextlib.contextmanager
@@ -225,6 +271,19 @@ def far_apart(tmp_path, gpu_memory):
 
     yield place
     file.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for 64 KB."""
+    folder = tmp_path / "small-disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no small disk can be made here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture

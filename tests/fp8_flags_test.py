@@ -9,14 +9,13 @@ import profile_baseline
 from harness.benchmark.checking import HAS_GPU
 from harness.cli.flags import Parser
 from harness.cli.workload import Workload
-from harness.model import architecture, loading
+from harness.model import loading
 from harness.training import resuming
 from next_steps import finetune_options
-from next_steps.layers import fp8_layer
-from next_steps.patches import fp8_model
-from tests.fp8_layer_test import REFERENCES
-from tests.small_workloads import TINY, smaller_config
+from next_steps.patches import projections
+from tests.small_workloads import TINY
 
+pytestmark = pytest.mark.usefixtures("fp8_references")
 DTYPE = ["--dtype", "bf16"] if HAS_GPU else []  # which a GPU asks for
 SMALL = [*TINY, *DTYPE, "--seq-len", "8", "--steps", "3"]
 FP8 = ["--kernels", "all", "--fp8"]
@@ -27,17 +26,9 @@ def workload_of(*flags: str, on_gpu: bool = HAS_GPU) -> Workload:
     return Workload.from_flags(args, on_gpu)
 
 
-@pytest.fixture
-def small_model(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
-        for name, reference in REFERENCES.items():
-            monkeypatch.setattr(fp8_layer, name, reference)
-
-
 @pytest.mark.parametrize("script", [finetune_optimized, profile_baseline])
 def test_a_gpu_without_fp8_is_refused_before_a_model_is_loaded(run_script, monkeypatch, script):
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     monkeypatch.setattr(loading, "load_model", lambda *args: pytest.fail("a model was loaded"))
     outcome = run_script(script, *TINY, *DTYPE, "--kernels", "all", "--fp8")
     assert (

@@ -36,9 +36,9 @@ from next_steps.lessons.fp8_kernel import (
     transpose_rows_reference,
 )
 from next_steps.lessons.swiglu_kernel import swiglu_reference
-from next_steps.patches import fp8_model
+from next_steps.patches import projections
 from next_steps.patches.apply_kernels import MODEL_KERNELS, apply_kernels, make_optimizer
-from next_steps.patches.fp8_model import fp8_layers, layers_in_fp8
+from next_steps.patches.projections import fp8_layers, layers_in_fp8
 from next_steps.patches.recompute import set_recompute
 from rmsnorm_kernel import TritonRMSNorm, rmsnorm_reference
 from tests.calls import Calls
@@ -50,6 +50,7 @@ from tests.small_workloads import (
     uneven_norms,
 )
 
+pytestmark = pytest.mark.usefixtures("fp8_references")
 EPS = 1e-5
 # A thousand rows of weights in a step are a thousand programs: minutes in Triton's interpreter.
 # The references have the same bits.
@@ -64,7 +65,7 @@ REFERENCES = {
 }
 N, H, I, OUT = 32, 48, 80, (64, 16, 16)  # tokens; hidden, inner; q, k and v
 # FP8 sums over a multiple of 16 tokens.  Over others the weights' gradients sum unrounded numbers.
-TOKENS = pytest.mark.parametrize("n", [N, 24])
+TOKENS = pytest.mark.parametrize("n", [N, 24, 7])
 LENGTHS = pytest.mark.parametrize("seq_len", [8, 7])  # of two sequences
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a GPU's product is written in bf16
 # Beyond what both round alike.  In fp32 a number may lie on either side of the middle between two
@@ -83,13 +84,6 @@ def two_layers():
 @pytest.fixture(autouse=True)
 def small_model(monkeypatch):
     monkeypatch.setattr(architecture, "tiny_config", two_layers)
-
-
-@pytest.fixture(autouse=True)
-def without_interpreter(monkeypatch):
-    if not HAS_GPU:
-        for name, reference in REFERENCES.items():
-            monkeypatch.setattr(fp8_layer, name, reference)
 
 
 @pytest.fixture
@@ -149,8 +143,19 @@ def leaves(*tensors):
     return [t.detach().requires_grad_() for t in tensors]
 
 
-def in_float64(*tensors):
-    return [t.detach().double().requires_grad_() for t in tensors]
+def stepped(function, inputs, douts):
+    """By name, the results and the inputs' gradients of one forward and backward."""
+    tensors = leaves(*inputs.values())
+    outs = function(*tensors)
+    torch.autograd.backward(outs, list(douts.values()))
+    found = {name: out.detach() for name, out in zip(douts, outs)}
+    return found | {f"d{name}": t.grad for name, t in zip(inputs, tensors)}
+
+
+def plainly(function, inputs, douts):
+    """The same in float64."""
+    wide = ({name: t.double() for name, t in tensors.items()} for tensors in (inputs, douts))
+    return stepped(function, *wide)
 
 
 def hold(found, expected, allowed=ALLOWED):
@@ -170,23 +175,19 @@ def hold(found, expected, allowed=ALLOWED):
 
 def linear_case(n):
     x, (w,), dout = tokens(n), weights((OUT[0], H)), drawn(n, OUT[0], seed=9)
-    x_leaf, w_leaf = leaves(x, w)
-    out = FP8LinearFunction.apply(x_leaf, Casts(), w_leaf)
-    out.backward(dout)
-    found = {"out": out, "dx": x_leaf.grad, "dw": w_leaf.grad}
+    step = {"x": x, "w": w}, {"out": dout}
+    found = stepped(lambda x, w: [FP8LinearFunction.apply(x, Casts(), w)], *step)
     expected = {
         "out": rounded(x) @ rounded(w).t(),
         "dx": rounded(dout) @ turned_weights(w),
         "dw": dout.double().t() @ x.double() if n % 16 else turned(dout).t() @ turned(x),
     }
-    x64, w64, dout64 = in_float64(x, w, dout)
-    plain = {"out": x64 @ w64.t(), "dx": dout64 @ w64, "dw": dout64.t() @ x64}
-    return found, expected, plain
+    return found, expected, plainly(lambda x, w: [x @ w.t()], *step)
 
 
 def norm_gradient(x, norm_weight, dy, dresidual):
     """In float64: of x, the norm's weight, the gradient of its result and that of x itself."""
-    x64, norm64 = in_float64(x, norm_weight)
+    x64, norm64 = leaves(x.double(), norm_weight.double())
     rmsnorm_reference(x64, norm64, EPS).backward(dy)
     return x64.grad + dresidual.double(), norm64.grad
 
@@ -202,14 +203,17 @@ def norm_case(n):
     douts = [drawn(n, o, scale=s, seed=i) for i, (o, s) in enumerate(zip(OUT, (0.1, 0.1, 1.0)))]
     dresidual = drawn(n, H, seed=8)
     biases = [drawn(o, seed=20 + i) for i, o in enumerate(OUT)]
-    x_leaf, norm_leaf, *tensors = leaves(x, norm_weight, *interleaved(ws, biases))
-    w_leaves, bias_leaves = tensors[::2], tensors[1::2]
-    residual, *outs = NormFP8LinearFunction.apply(x_leaf, norm_leaf, EPS, Casts(), *tensors)
-    torch.autograd.backward([residual, *outs], [dresidual, *douts])
-    found = {"residual": residual, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
-    found |= {f"out{i}": out for i, out in enumerate(outs)}
-    found |= {f"dw{i}": w.grad for i, w in enumerate(w_leaves)}
-    found |= {f"dbias{i}": bias.grad for i, bias in enumerate(bias_leaves)}
+    inputs = {"x": x, "norm_weight": norm_weight}
+    inputs |= {f"w{i}": w for i, w in enumerate(ws)} | {f"bias{i}": b for i, b in enumerate(biases)}
+    step = inputs, {"residual": dresidual} | {f"out{i}": dout for i, dout in enumerate(douts)}
+
+    def ours(x, norm_weight, *others):
+        tensors = interleaved(others[:3], others[3:])
+        return NormFP8LinearFunction.apply(x, norm_weight, EPS, Casts(), *tensors)
+
+    def reference(x, norm_weight, *others):
+        y = rmsnorm_reference(x, norm_weight, EPS)
+        return x, *(torch.nn.functional.linear(y, *pair) for pair in zip(others[:3], others[3:]))
 
     y = rmsnorm_reference(x, norm_weight, EPS)
     codes, _ = rmsnorm_fp8_reference(x, norm_weight, EPS)  # whose last product is not rounded twice
@@ -225,27 +229,23 @@ def norm_case(n):
         dws = (turned(*douts).t() @ turned_rows(codes)).split(OUT)
     expected |= {f"dw{i}": dw for i, dw in enumerate(dws)}
     expected |= {f"dbias{i}": dout.double().sum(0) for i, dout in enumerate(douts)}
-
-    x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
-    y64 = rmsnorm_reference(x64, norm64, EPS)
-    outs = [y64 @ w.t() + bias.double() for w, bias in zip(w64, biases)]
-    torch.autograd.backward([x64, *outs], [dresidual.double(), *(d.double() for d in douts)])
-    plain = {"dx": x64.grad, "dnorm_weight": norm64.grad}
-    plain |= {f"out{i}": out.detach() for i, out in enumerate(outs)}
-    plain |= {f"dw{i}": w.grad for i, w in enumerate(w64)}
-    return found, expected, plain
+    return stepped(ours, *step), expected, plainly(reference, *step)
 
 
 def mlp_case(n):
     x, norm_weight = tokens(n), drawn(H, mean=1.0, scale=0.2)
     w_gate, w_up, w_down = ws = weights((I, H), (I, H), (H, I))
     dout, dresidual = drawn(n, H, seed=7), drawn(n, H, seed=8)
-    x_leaf, norm_leaf, *w_leaves = leaves(x, norm_weight, *ws)
-    residual, out = FP8MLPFunction.apply(x_leaf, norm_leaf, EPS, Casts(), *w_leaves)
-    torch.autograd.backward([residual, out], [dresidual, dout])
-    names = "gate", "up", "down"
-    found = {"residual": residual, "out": out, "dx": x_leaf.grad, "dnorm_weight": norm_leaf.grad}
-    found |= {f"dw_{name}": w.grad for name, w in zip(names, w_leaves)}
+    names = "w_gate", "w_up", "w_down"
+    inputs = {"x": x, "norm_weight": norm_weight} | dict(zip(names, ws))
+    step = inputs, {"residual": dresidual, "out": dout}
+
+    def reference(x, norm_weight, w_gate, w_up, w_down):
+        y = rmsnorm_reference(x, norm_weight, EPS)
+        return x, swiglu_reference(y @ w_gate.t(), y @ w_up.t()) @ w_down.t()
+
+    def ours(x, norm_weight, *ws):
+        return FP8MLPFunction.apply(x, norm_weight, EPS, Casts(), *ws)
 
     # What a product hands to SwiGLU is the product's own, which linear_case holds: another last bit
     # of it may be another code.
@@ -258,7 +258,7 @@ def mlp_case(n):
     gate, up = both.chunk(2, dim=1)
     dboth, inner = swiglu_fp8_backward_reference(dinner, gate, up)
     if n % 16:
-        gate64, up64 = in_float64(gate, up)
+        gate64, up64 = leaves(gate.double(), up.double())
         plain_inner = swiglu_reference(gate64, up64)
         plain_inner.backward(dinner.double())
         douts = [t.to(DTYPE) for t in (gate64.grad, up64.grad)]
@@ -274,14 +274,7 @@ def mlp_case(n):
     expected = {"residual": x.double(), "out": wide(inner) @ rounded(w_down).t()}
     expected |= {"dx": dx, "dnorm_weight": dnorm_weight}
     expected |= dict(zip(("dw_gate", "dw_up", "dw_down"), (*dws, dw_down)))
-
-    x64, norm64, *w64 = in_float64(x, norm_weight, *ws)
-    y64 = rmsnorm_reference(x64, norm64, EPS)
-    out64 = swiglu_reference(y64 @ w64[0].t(), y64 @ w64[1].t()) @ w64[2].t()
-    torch.autograd.backward([x64, out64], [dresidual.double(), dout.double()])
-    plain = {"out": out64.detach(), "dx": x64.grad, "dnorm_weight": norm64.grad}
-    plain |= {f"dw_{name}": w.grad for name, w in zip(names, w64)}
-    return found, expected, plain
+    return stepped(ours, *step), expected, plainly(reference, *step)
 
 
 CASES = pytest.mark.parametrize("case", [linear_case, norm_case, mlp_case])
@@ -311,17 +304,6 @@ def test_wrong_answers_are_not_within_the_allowance(case):
         for wrong in (0 * expected[name], -expected[name], 1.02 * expected[name]):
             with pytest.raises(AssertionError, match=name):
                 hold(found | {name: wrong}, expected)
-
-
-@pytest.mark.parametrize("n_rows", [1, 7, 24])
-def test_a_number_of_tokens_that_fp8_cannot_sum_over_leaves_weight_gradients_exact(n_rows):
-    x, (w,) = drawn(n_rows, H), weights((OUT[0], H))
-    dout = drawn(n_rows, OUT[0], seed=3)
-    x_leaf, w_leaf = leaves(x, w)
-    out = FP8LinearFunction.apply(x_leaf, Casts(), w_leaf)
-    out.backward(dout)
-    assert torch.equal(w_leaf.grad, dout.t() @ x)
-    hold({"out": out}, {"out": rounded(x) @ rounded(w).t()})
 
 
 @pytest.mark.parametrize(
@@ -533,65 +515,45 @@ def widen(model, layer: int) -> None:
         setattr(mlp, name, torch.nn.Linear(*shape[::-1], bias=False, device=DEVICE))
 
 
-def test_a_layer_whose_shapes_do_not_fit_stays_as_it_is_and_is_not_counted():
-    models = [apply_kernels(load_model(tiny_workload())) for _ in range(2)]
-    for model in models:
-        widen(model, 0), widen(model, 1)
-    expected = loss_and_gradients(models[0], batch())
-    with pytest.raises(UserError, match="--fp8: FP8 takes none of the model's 2 layers"):
-        fp8_layers(models[1])
-    assert counted(models[1]) == [0, 2]
-    found = loss_and_gradients(models[1], batch())
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def hook(model, layer: int) -> None:
+    model.model.layers[layer].mlp.register_forward_hook(lambda *args: None)
 
 
-@pytest.mark.exhaustive
-def test_the_layers_that_fit_do_not_wait_for_the_others():
-    model = apply_kernels(load_model(tiny_workload()))
-    widen(model, 1)
-    with pytest.warns(UserWarning, match="FP8 takes 1 of the model's 2 layers"):
-        fp8_layers(model)
-    assert counted(model) == [1, 2]
-    assert loss_and_gradients(model, batch())["loss"].isfinite()
+def give_another_norm(model, layer: int) -> None:
+    norm = model.model.layers[layer].input_layernorm
+    norm.__class__ = type("Norm", (TritonRMSNorm,), {})
 
 
-@pytest.mark.parametrize("rotary_replaced", [False, True])
-def test_a_model_without_the_fused_layer_is_refused(rotary_replaced, monkeypatch):
-    """It was returned as it was, without a word."""
-    names = ["rmsnorm", "swiglu", "rope"]
-    if rotary_replaced:
-        names = MODEL_KERNELS
-        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: None)
-    model = apply_kernels(load_model(tiny_workload()), names)
-    with pytest.raises(UserError, match="--fp8: FP8 takes none of the model's 2 layers, expected"):
-        fp8_layers(model)
-    assert counted(model) == [0, 2]
-
-
-HINDRANCES = {  # what keeps the fused layer, and so FP8, from standing for a layer
-    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda *args: None),
-    "hooks": lambda model: [
-        layer.mlp.register_forward_hook(lambda *args: None) for layer in model.model.layers
-    ],
-    "another norm": lambda model: setattr(
-        model.model.layers[0].input_layernorm, "__class__", type("Norm", (TritonRMSNorm,), {})
-    ),
+# what keeps FP8 from standing for a layer: itself, or the fused layer's absence
+HINDRANCES = {
+    "no fused layer": (["rmsnorm", "swiglu", "rope"], None, 0),
+    "rotary replaced": (MODEL_KERNELS, None, 0),
+    "shapes of all": (MODEL_KERNELS, widen, 0),
+    "shapes of one": (MODEL_KERNELS, widen, 1),
+    "hooks on all": (MODEL_KERNELS, hook, 0),
+    "a hook on one": (MODEL_KERNELS, hook, 1),
+    "another norm in one": (MODEL_KERNELS, give_another_norm, 1),
 }
 
 
-@pytest.mark.parametrize("hinder", HINDRANCES.values(), ids=HINDRANCES)
-def test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted(hinder):
+@pytest.mark.parametrize("case", HINDRANCES)
+def test_a_layer_that_would_compute_in_its_own_dtype_is_not_counted(case, monkeypatch):
     """A record said "2 of 2" where no call computed in FP8."""
-    model = apply_kernels(load_model(tiny_workload())).train()
-    hinder(model)
-    n_left = sum(layer.fits(layer.mlp.down_proj.weight, None) for layer in model.model.layers)
-    if not n_left:
-        with pytest.raises(UserError, match=r"FP8 takes none of .* fused layers without hooks"):
-            fp8_layers(model)
-    else:
+    names, hinder, n_left = HINDRANCES[case]
+    if case == "rotary replaced":
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *args: None)
+    model = apply_kernels(load_model(tiny_workload()), names)
+    for layer in range(2 - n_left) if hinder else ():
+        hinder(model, layer)
+    if n_left:
         with pytest.warns(UserWarning, match="FP8 takes 1 of the model's 2 layers"):
             fp8_layers(model)
-    assert counted(model) == [n_left, 2] and n_left < 2
+        assert loss_and_gradients(model, batch())["loss"].isfinite()
+    else:
+        said = "--fp8: FP8 takes none of the model's 2 layers, expected fused layers without hooks"
+        with pytest.raises(UserError, match=said):
+            fp8_layers(model)
+    assert counted(model) == [n_left, 2]
 
 
 def test_a_model_in_fp8_is_taken_again():
@@ -617,7 +579,7 @@ def test_what_is_more_than_a_product_later_is_computed_as_the_fused_layer_does(c
 
 
 def test_a_gpu_without_fp8_is_refused_in_a_sentence(monkeypatch):
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     with pytest.raises(UserError, match="--fp8: Old GPU is of sm_80"):
         fp8_layers(fused_model())
 
@@ -640,31 +602,23 @@ def counted_casts(monkeypatch) -> Counter:
 
 @pytest.mark.exhaustive
 def test_weights_are_rounded_once_in_a_step_from_the_third_step_on(monkeypatch):
-    """Two layers of four groups each; in the first steps anew in each of three micro-batches."""
-    calls, model = counted_casts(monkeypatch), fp8_model_of()
-    optimizer = make_optimizer(model, 1e-2, ["adamw"])
-    counts = []
-    for _ in range(4):
-        stepping.training_step(model, optimizer, [batch()] * 3)
-        counts.append([calls[name] for name in ("quantize_stacked", "quantize_transposed")])
-        calls.clear()
-        assert all(layer.casts.kept is None for layer in model.model.layers)
-    assert counts == [[24, 24], [24, 24], [8, 8], [8, 8]]
-    stepping.training_step(model, optimizer, [batch()])
-    assert calls["quantize_stacked"] == calls["quantize_transposed"] == 8
-    assert all(layer.casts.kept is None for layer in model.model.layers)
+    """Two layers of four groups each; in the first steps anew in each of two micro-batches.
 
-
-@pytest.mark.exhaustive
-def test_kept_codes_change_no_number():
-    losses = []
-    for keeps in (True, False):
+    No number is another.
+    """
+    calls, losses = counted_casts(monkeypatch), []
+    for keeps, expected in ((True, [16, 16, 8, 8]), (False, [16] * 4)):
         model = fp8_model_of()
         if not keeps:
             del model.between_micro_batches
-        optimizer = make_optimizer(model, 1e-2, ["adamw"])
-        batches = [batch(), batch()]
-        losses.append([stepping.training_step(model, optimizer, batches) for _ in range(4)])
+        optimizer, counts = make_optimizer(model, 1e-2, ["adamw"]), []
+        losses.append([])
+        for _ in range(4):
+            calls.clear()
+            losses[-1].append(stepping.training_step(model, optimizer, [batch(), batch()]))
+            counts.append([calls[name] for name in ("quantize_stacked", "quantize_transposed")])
+            assert all(layer.casts.kept is None for layer in model.model.layers)
+        assert counts == [[n, n] for n in expected]
         losses[-1] += [p.detach().clone() for p in model.parameters()]
     assert all(torch.equal(*pair) for pair in zip(*losses))
     assert not torch.equal(losses[0][0], losses[0][3])

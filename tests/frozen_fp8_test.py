@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import finetune_optimized
 from harness.benchmark.checking import DEVICE, HAS_GPU, relative_error
 from harness.cli.command_line import UserError
+from harness.cli.workload import Frozen
 from harness.model import adapters, architecture, loading
-from harness.profiling.kernel_facts import MODEL_KERNELS
 from next_steps.layers import frozen_fp8 as lesson
 from next_steps.layers.frozen_fp8 import FrozenFP8Linear, frozen_fp8
 from next_steps.layers.lora_linear import LoRALinearFunction
@@ -23,33 +23,22 @@ from next_steps.lessons.fp8_kernel import (
     transpose_rows_reference,
 )
 from next_steps.patches import patched_model
-from next_steps.patches.apply_kernels import apply_kernels
-from next_steps.patches.quantize import quantize_model
-from next_steps.patches.recompute import set_recompute
+from next_steps.patches.projections import quantize_model
 from tests.fixtures import saved_tensors
 from tests.fp8_flags_test import workload_of
-from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import (
     TINY,
-    largest_error,
     loss_and_gradients,
-    smaller_config,
     uneven_norms,
     with_adapters,
 )
 
+pytestmark = pytest.mark.usefixtures("fp8_references")
 I, WIDTHS = 48, (64, 16, 32)
 N = 6
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a GPU's product is written in bf16
 ALLOWED = 1e-2 if HAS_GPU else 2e-6
 KEPT = pytest.mark.parametrize("keep_turned", [True, False], ids=["all", "compact"])
-
-
-@pytest.fixture(autouse=True)
-def without_interpreter(monkeypatch):
-    if not HAS_GPU:  # Triton's interpreter is slow: see fp8_layer_test.py
-        for name in ("quantize_rows", "quantize_stacked", "transpose_rows"):
-            monkeypatch.setattr(lesson, name, REFERENCES[name])
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -213,38 +202,16 @@ def test_sizes_that_do_not_fit_are_refused_with_a_sentence(settings, words):
     config.update(settings)
     model = architecture.build_model(config, DTYPE, DEVICE)
     with pytest.raises(UserError, match=rf"gate_proj, up_proj .* {words}: leave --fp8 out"):
-        quantize_model(model, "fp8 all")
+        quantize_model(model, Frozen.FP8)
 
 
 # ---- A model ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_model(monkeypatch):
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-
-
-def make_model(kept_as: str = "fp8 all"):
+def make_model(kept_as: Frozen = Frozen.FP8):
     torch.manual_seed(0)
     model = architecture.build_model(architecture.tiny_config(), DTYPE, DEVICE)
     return with_adapters(quantize_model(uneven_norms(model), kept_as))
-
-
-def test_kernels_change_no_number_but_by_rounding(small_model):
-    expected = loss_and_gradients(make_model())
-    model = apply_kernels(make_model(), MODEL_KERNELS)
-    error, name = largest_error(loss_and_gradients(model), expected)
-    # a number that is rounded to the next code is 2^-4 away
-    assert error < (0.1 if HAS_GPU else 2e-2), name
-
-
-def test_both_ways_to_keep_weights_and_all_recompute_levels_give_the_same_numbers(small_model):
-    expected = loss_and_gradients(apply_kernels(make_model(), MODEL_KERNELS))
-    for level in ("none", "norm", "mlp", "layer"):
-        model = apply_kernels(make_model("fp8 compact"), MODEL_KERNELS)
-        found = loss_and_gradients(set_recompute(model, level))
-        error, name = largest_error(found, expected)
-        assert error < 1e-6, (level, name)
 
 
 def test_gradients_are_near_those_beside_plain_weights(small_model):

@@ -46,16 +46,15 @@ OUTSIDE, INSIDE = 6, 6  # of the copying loop; once: two, the BRA.DIV, the rare 
 COPIED = Traffic(loads=2**20, stores=2**20, loads_in_loops=2**20, stores_in_loops=2**20, rows=None)
 
 
-def test_a_copy_by_hand():
+IN_LOOPS = 2**20 // (2 * 32 * 16) * INSIDE
+
+
+def test_a_copy_by_hand_and_without_a_loop_the_longest_way():
     code = parse(LISTING)
     assert len(code) == 16
     (loop,) = streaming_loops(code)
     assert (loop.loads, loop.stores) == (2 * 32 * 16, 2 * 32 * 16)
-    turns = 2**20 // (2 * 32 * 16)
-    assert instructions_of(code, COPIED, programs=5, warps=4) == 5 * 4 * OUTSIDE + turns * INSIDE
-
-
-def test_without_a_loop_every_warp_issues_the_longest_way():
+    assert instructions_of(code, COPIED, programs=5, warps=4) == 5 * 4 * OUTSIDE + IN_LOOPS
     code = parse(LISTING.replace("@P0 BRA `(.L_x_0)", "NOP").replace("@P0 BRA `(.L_x_1)", "NOP"))
     assert not streaming_loops(code)
     assert instructions_of(code, COPIED, programs=5, warps=4) == 5 * 4 * (OUTSIDE + INSIDE)
@@ -74,23 +73,24 @@ def test_an_outer_loop_turns_once_for_each_row():
     code = parse(outer.replace(".L_x_3:", "/*00b8*/ EXIT ;\n.L_x_3:"))
     with pytest.raises(ValueError, match="outer loop"):
         instructions_of(code, COPIED, programs=5, warps=4)
-    walked = Traffic(*[2**20] * 4, rows=100)
-    turns = 2**20 // (2 * 32 * 16)
-    found = instructions_of(code, walked, programs=5, warps=4)
-    assert found == 4 * (100 * OUTSIDE + 5) + turns * INSIDE
+    found = instructions_of(code, COPIED._replace(rows=100), programs=5, warps=4)
+    assert found == 4 * (100 * OUTSIDE + 5) + IN_LOOPS
 
 
-def test_a_copy_in_bulk_is_refused():
+def test_a_copy_in_bulk_and_code_that_nvdisasm_cannot_read_are_refused():
     with pytest.raises(UserError, match="copy in bulk"):
         streaming_loops(parse(LISTING.replace("LDG.E.128 R8", "UBLKCP R8")))
+    with pytest.raises(UserError, match=r"cannot read the code .*: use Triton"):
+        instruction_count.disassemble(b"no code")
 
 
 def test_the_quotient_by_hand():
     """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 8e12."""
-    n_bytes = 4.8e12
-    assert GPUS["H200"].quotient(67e12 / 2 / 32, n_bytes) == pytest.approx(1)
-    assert GPUS["GB300"].quotient(40e12 / 32, 8e12) == pytest.approx(1)
-    assert [round(gpu.clock_ghz, 2) for gpu in GPUS.values()] == [1.98, 1.98, 1.95]
+    for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 8e12)):
+        count = Count("", "", "", threads / 32, n_bytes)
+        assert count.quotient(GPUS[gpu]) == pytest.approx(1)
+    clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in GPUS.values()]
+    assert clocks == [1.98, 1.98, 1.95]
 
 
 # In a process and a file of its own: the kernels are compiled, and Triton reads their source.
@@ -139,24 +139,8 @@ def test_a_compiled_copy_and_more_instructions(tmp_path, target):
     warps = 2**20 // 2048 * 4
     # 4 accesses, EXIT, and what computes two addresses
     assert 5 < counts[0].instructions / warps < 40
-    one, more, most = (GPUS["GB300"].quotient(each.instructions, each.n_bytes) for each in counts)
+    one, more, most = (count.quotient(GPUS["GB300"]) for count in counts)
     assert one < more < most
-
-
-def test_without_nvdisasm_a_sentence_says_what_to_do(monkeypatch):
-    class Knobs:
-        @property
-        def nvdisasm(self):
-            raise RuntimeError("Cannot find nvdisasm")
-
-    monkeypatch.setattr(triton.knobs, "nvidia", Knobs())
-    with pytest.raises(UserError, match=r"Cannot find nvdisasm, .*: install Triton"):
-        instruction_count.disassemble(b"")
-
-
-def test_code_that_nvdisasm_cannot_read_is_a_sentence():
-    with pytest.raises(UserError, match=r"cannot read the code .*: use Triton"):
-        instruction_count.disassemble(b"no code")
 
 
 # ---------------------------------------------------------------- the record
@@ -196,16 +180,11 @@ def test_no_gpu_was_faster_than_the_count_allows(case, name):
     (count,) = (each for each in COUNTS if each.case == case and each.target == gpu.target)
     section = record["sections"][-1]
     most = max(row["tokens"] for row in section["rows"])
-    ours = (
-        row["kernels_us"]
-        for row in section["rows"]
-        if row["implementation"].startswith("ours") and row["tokens"] == most
-    )
+    rows = (row for row in section["rows"] if row["tokens"] == most)
+    ours = (row["kernels_us"] for row in rows if row["implementation"].startswith("ours"))
     n_bytes = section["bytes_per_element"] * most * math.prod(numbers(section["size"]))
     in_memory_us = n_bytes / gpu.tbs / 1e6
-    assert min(ours) >= in_memory_us * max(
-        1, GPUS["H200"].quotient(count.instructions, count.n_bytes)
-    )
+    assert min(ours) >= in_memory_us * max(1, count.quotient(GPUS["H200"]))
 
 
 @pytest.mark.exhaustive
@@ -223,20 +202,13 @@ def test_the_record_is_what_this_triton_gives(tmp_path):
         assert count in record["counts"]
 
 
-def test_the_cases_are_compile_cases():
-    for lesson, names in instruction_count.CASES.items():
-        assert {*names} <= {case.name for case in compile_cases.CASES[lesson]}
-
-
-def test_every_kernel_that_moves_a_tensor_is_counted():
-    counted = {count.kernel for count in COUNTS}
-    expected = {
-        launch.prefix
-        for row in instruction_count.CASES
-        for launch in FACTS[row].launches
-        if launch.tensor
-    }
-    assert all(any(name.startswith(prefix) for name in counted) for prefix in expected)
+@pytest.mark.parametrize("lesson", instruction_count.CASES)
+def test_every_kernel_that_moves_a_tensor_is_counted_by_cases_of_the_compile_check(lesson):
+    cases = {case.name for case in compile_cases.CASES[lesson]}
+    assert {*instruction_count.CASES[lesson]} <= cases
+    for launch in FACTS[lesson].launches:
+        counted = any(count.kernel.startswith(launch.prefix) for count in COUNTS)
+        assert counted or launch.tensor is None
 
 
 def test_what_is_printed_says_which_limit_comes_first():

@@ -111,7 +111,7 @@ def test_a_row_speaks_of_categories_tensors_and_parts_that_exist(row: Facts):
     assert bool(row.rung) == has_floor, "the ladder predicts each of its rungs"
     for part in row.memory:
         name, phase = part if isinstance(part, tuple) else (part, None)
-        assert name in peak_attribution.PARTS and phase in [None, *memory_ledger.PHASES]
+        assert name in peak_attribution.PARTS and phase in [None, *peak_attribution.PHASES]
     assert set(row.allocates.values()) <= set(memory_ledger.KINDS)
 
 

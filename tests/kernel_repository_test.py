@@ -22,6 +22,7 @@ from harness.cli.device import HAS_GPU
 from next_steps.hugging_face import kernel_layers, kernel_repository
 from next_steps.hugging_face.kernel_repository import make_repository, with_relative_imports
 from rmsnorm_kernel import rmsnorm_forward
+from tests.apply_kernels_test import SIZES
 from tests.conftest import assert_refused
 from tests.small_workloads import in_float64, loss_and_gradients, tiny_batch, uneven_norms
 
@@ -33,18 +34,6 @@ with_kernels = pytest.mark.skipif(
     not is_kernels_available(),
     reason=f"transformers {transformers.__version__} finds no package `kernels` that it takes",
 )
-SMALL = {
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 # configuration, class of the norms, how many of them
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {}, LlamaRMSNorm, 5),
@@ -68,7 +57,7 @@ def small_model(family: str) -> torch.nn.Module:
     config, options, *_ = FAMILIES[family]
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        config(**SMALL | options), dtype=torch.float32
+        config(**SIZES | {"vocab_size": 257} | options), dtype=torch.float32
     )
     return uneven_norms(model).train().to(DEVICE)
 

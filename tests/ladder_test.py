@@ -17,7 +17,7 @@ from harness.profiling.kernel_facts import CATEGORIES, KERNELS
 from harness.records import run_records
 from next_steps import finetune_options
 from next_steps.finetuning import opponent_models, opponents
-from next_steps.patches import fp8_model
+from next_steps.patches import projections
 from next_steps.studies import ladder
 from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
@@ -219,7 +219,7 @@ TOO_OLD = "A100 is of sm_80, and GPUs multiply FP8 from sm_89 on: leave FP8 out.
 def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
     monkeypatch, tmp_path, capsys, flags, support, said
 ):
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: support)
+    monkeypatch.setattr(projections, "fp8_support", lambda: support)
     record, calls = ladder_of_a_made_up_gpu(monkeypatch, [], True, True, tmp_path, *flags)
     assert not any("--fp8" in call for call in calls)
     (absent,) = record["absent"]

@@ -35,13 +35,6 @@ def test_a_loader_hands_out_every_batch_once_and_in_order():
         assert torch.equal(ours.labels.cpu(), theirs.labels)
 
 
-def test_a_loader_draws_no_random_numbers():
-    """PyTorch's generator stays as it was: else a model's dropout would change."""
-    state = torch.get_rng_state()
-    loader.Loader(data().train, per_step=1).fetch()
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class SlowBatches(dataset.Batches):
     SECONDS = 0.05
 

@@ -159,10 +159,3 @@ def test_a_rank_too_large_is_refused():
     a, dh = t["a"].new_ones(rank, INNER), t["dh"].new_ones(N, rank)
     with pytest.raises(ValueError, match=rf"ranks are .*'R_DOWN': {rank}\}}, expected at most"):
         backward(t | {"a": a, "dh": dh})
-
-
-def test_results_over_what_is_no_result_are_refused():
-    t = operands()
-    t["gate"] = torch.nn.Parameter(t["gate"])
-    with pytest.raises(ValueError, match=r"gate has strides .*, is a leaf: True"):
-        backward(t, inplace=True)

@@ -25,6 +25,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.model import adapters, architecture, loading
 from harness.model.adapters import checksum, frozen_digest
+from harness.model.architecture import ModelFacts
 from harness.profiling.kernel_facts import ADAPTERS, KERNELS, MODEL_KERNELS
 from harness.steps import stepping
 from harness.training import saving
@@ -39,7 +40,6 @@ from tests.small_workloads import (
     SMALL,
     TINY,
     change_json,
-    smaller_config,
     tiny_batch,
     tiny_workload,
     uneven_norms,
@@ -76,9 +76,9 @@ def test_adapters_alone_are_trained_and_change_nothing_at_first(targets):
     names = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert names == set(adapter_config.projections(targets))
     n_trained = sum(p.numel() for p in stepping.trained(model))
-    assert n_trained == adapters.trained_count(model.config, workload)
+    assert n_trained == ModelFacts(model.config, workload).trained
     n = sum(p.numel() for p in model.parameters())
-    assert adapters.counts(model.config, workload) == {
+    assert ModelFacts(model.config, workload).counts() == {
         "parameters": n,
         "trained_parameters": n_trained,
     }
@@ -119,15 +119,15 @@ def test_flops_are_what_pytorch_counts(targets):
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     # eager attention multiplies the half of the scores too that the mask throws away: all of T
-    expected = ids.numel() * adapters.flops_per_token(model.config, workload, 2 * 64)
+    expected = ids.numel() * ModelFacts(model.config, workload).flops_per_token(2 * 64)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)  # RoPE's angles
 
 
 def test_a_step_of_the_8b_model_has_two_thirds_of_the_flops():
     config, full = architecture.llama_3_1_8b_config(), Workload()
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
-    assert adapters.trained_count(config, workload) == 41_943_040
-    shares = [adapters.flops_per_token(config, w, 512) for w in (workload, full)]
+    assert ModelFacts(config, workload).trained == 41_943_040
+    shares = [ModelFacts(config, w).flops_per_token(512) for w in (workload, full)]
     assert 2 / 3 < shares[0] / shares[1] < 0.68
 
 
@@ -150,38 +150,28 @@ def test_the_optimizer_holds_moments_of_adapters_alone(kernels):
 # ---------------------------------------------------------------- runs
 
 
-WAYS = {
-    "accumulate": ["--accumulate", "2"],
-    "pack": ["--pack"],
-    "layer": ["--recompute", "layer"],
+RUNS = {  # flags of both runs, those of the second, and how far apart they may be
+    "accumulate": (["--accumulate", "2"], ["--kernels", "all"], 1e-5),
+    "pack": (["--pack"], ["--kernels", "all"], 1e-5),
+    "layer": (["--recompute", "layer"], ["--kernels", "all"], 1e-5),
+    "bf16": (["--dtype", "bf16"], [], 1e-2),
+    "an opponent": ([], ["--opponent", "rms-norm"], 1e-5),
 }
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS)
-def test_runs_with_kernels_follow_those_without(small_model, little_validation, recorded, way):
-    flags = [*SMALL, *RANK, *WAYS[way]]
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_with_kernels_follow_those_without(small_model, little_validation, recorded, case):
+    flags, more, allowed = RUNS[case]
+    flags = [*SMALL, *RANK, *flags]
     baseline = recorded(finetune_baseline, *flags)
-    optimized = recorded(finetune_optimized, *flags, "--kernels", "all")
-    for record in (baseline, optimized):
-        assert record["trained_parameters"] < record["parameters"] / 2
+    script = opponents if "--opponent" in more else finetune_optimized
+    optimized = recorded(script, *flags, *more)
     for key in ("losses", "validation_loss_after"):
-        assert optimized[key] == pytest.approx(baseline[key], rel=1e-5)
+        assert optimized[key] == pytest.approx(baseline[key], rel=allowed)
     assert len(set(baseline["losses"])) == 3
-
-
-def test_bf16_runs_agree_to_a_hundredth(small_model, recorded):
-    flags = [*SMALL, *RANK, "--dtype", "bf16"]
-    losses = [recorded(script, *flags)["losses"] for script in SCRIPTS]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-
-
-def test_an_opponent_trains_the_same_adapters(small_model, recorded):
-    flags = [*SMALL, *RANK]
-    ours = recorded(finetune_baseline, *flags)
-    theirs = recorded(opponents, *flags, "--opponent", "rms-norm")
-    assert theirs["losses"] == pytest.approx(ours["losses"], rel=1e-5)
-    assert theirs["trained_parameters"] == ours["trained_parameters"]
+    assert optimized["trained_parameters"] == baseline["trained_parameters"]
+    assert baseline["trained_parameters"] < baseline["parameters"] / 2
 
 
 def test_losses_of_another_rank_are_not_compared(small_model, run_script, tmp_path):
@@ -233,6 +223,25 @@ def base(tmp_path) -> str:
     folder = tmp_path / "base"
     uneven_norms(loading.load_model(tiny_workload("--seed", "5"))).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def adapter(base, tmp_path) -> Path:
+    """The folder of adapters beside that model."""
+    folder, workload = tmp_path / "adapter", tiny_workload("--model", base, *RANK)
+    saving.save_model(without_zeros(patched_model.load(workload)), workload, str(folder))
+    return folder
+
+
+@pytest.fixture
+def train_further(base, adapter, run_script):
+    """train_further("--merge"): what becomes of a run that trains the adapters further."""
+
+    def train(*flags: str, model: str = base):
+        flags = [*SMALL, "--data", "synthetic", "--model", model, "--adapter", str(adapter), *flags]
+        return run_script(finetune_baseline, *flags)
+
+    return train
 
 
 @pytest.fixture
@@ -303,15 +312,13 @@ def of_same_shapes(tmp_path, seed: str = "6") -> str:
 
 @pytest.mark.parametrize("more", [[], ["--merge"]], ids=["trained further", "merged"])
 def test_an_adapter_of_another_model_of_the_same_shapes_is_refused(
-    base, saved, run_script, tmp_path, more
+    base, adapter, train_further, tmp_path, more
 ):
     """W + B A of the one's W and the other's B A is no model that anybody trained."""
-    folder, _ = saved(*RANK)
     other, into = of_same_shapes(tmp_path), tmp_path / "into"
-    flags = [*SMALL, "--model", other, "--adapter", str(folder), "--save", str(into), *more]
-    outcome = run_script(finetune_baseline, *flags)
+    outcome = train_further("--save", str(into), *more, model=other)
     assert outcome.code == 2 and "step 1" not in outcome.out
-    given = f"error: --adapter {folder} was trained beside other weights than {other} has"
+    given = f"error: --adapter {adapter} was trained beside other weights than {other} has"
     assert f"{given}, those of {base}: give the --model that it was trained with" in outcome.err
     assert not list(into.glob("*.safetensors"))
 
@@ -329,21 +336,16 @@ def test_an_adapter_of_other_random_weights_is_refused(small_model, run_script, 
     assert "nothing tells whether tiny has the same" in outcome.out
 
 
-def test_a_model_that_has_moved_keeps_its_adapters(base, saved, run_script):
-    folder, _ = saved(*RANK)
-    moved = shutil.move(base, f"{base}-moved")
-    flags = [*SMALL, "--model", moved, "--data", "synthetic", "--adapter", str(folder)]
-    outcome = run_script(finetune_baseline, *flags)
+def test_a_model_that_has_moved_keeps_its_adapters(base, train_further):
+    outcome = train_further(model=shutil.move(base, f"{base}-moved"))
     assert outcome.code == 0 and "Note" not in outcome.out
 
 
-def test_an_adapter_of_another_config_is_refused_by_its_field(base, saved, run_script):
+def test_an_adapter_of_another_config_is_refused_by_its_field(base, train_further):
     """Before the weights are loaded, of which a bar tells."""
-    folder, _ = saved(*RANK)
     change_json(Path(base, "config.json"), rms_norm_eps=0.1)
-    outcome = run_script(finetune_baseline, *SMALL, "--model", base, "--adapter", str(folder))
     said = "was trained with another config.json of its model: rms_norm_eps 0.1 (not 1e-05)"
-    assert_refused(outcome, said)
+    assert_refused(train_further(), said)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +486,7 @@ def test_a_profile_tells_adapters_from_projections(
     more = ["--kernels", kernels, "--trace", str(tmp_path / "trace.json")]
     record = recorded(profile_baseline, *flags, *more)
     config, workload = architecture.tiny_config(), tiny_workload(*flags[-4:])
-    thin = tokens * 6 * adapters.trained_count(config, workload)
+    thin = tokens * 6 * ModelFacts(config, workload).trained
     hidden, inner = config.hidden_size, config.intermediate_size
     # the first layer's inputs need no gradient
     first = {"all": 3 * hidden, "mlp": 2 * hidden}[targets]
@@ -495,11 +497,11 @@ def test_a_profile_tells_adapters_from_projections(
     part = record["categories"][ADAPTERS]
     others = 2 * tokens * 2 * (2 * inner + hidden)  # scaling, addition: a FLOP for each number
     assert thin <= part["flops"] < thin + 8 * others
-    whole = tokens * adapters.flops_per_token(config, workload, 0)
+    whole = tokens * ModelFacts(config, workload).flops_per_token(0)
     angles = tokens * config.head_dim if HAS_GPU else 0  # positions @ frequencies
     found = record["categories"]["matmul"]["flops"]
     assert found == pytest.approx(whole - all_thin + angles, rel=1e-6)
-    assert record["trained_parameters"] == adapters.trained_count(config, workload)
+    assert record["trained_parameters"] == ModelFacts(config, workload).trained
 
 
 def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
@@ -507,13 +509,13 @@ def test_an_estimate_has_no_gradients_of_frozen_weights_and_keeps_less():
     config.num_hidden_layers = 2
     workload = replace(full, lora_rank=16, lora_alpha=16.0, lora_targets="all")
     before, after = (memory_estimate.estimate(config, each) for each in (full, workload))
-    n = adapters.trained_count(config, workload)
+    n = ModelFacts(config, workload).trained
     assert after["parts"]["optimizer state"] == pytest.approx(2 * 2 * n, rel=1e-3)
     added = after["parts"]["parameters"] - before["parts"]["parameters"]
     assert added == pytest.approx(2 * n, rel=1e-3)
     # neither gradients nor two moments, in bf16
     saved = before["peak_memory_bytes"] - after["peak_memory_bytes"]
-    assert saved > 5 * architecture.parameter_count(config)
+    assert saved > 5 * ModelFacts(config).parameters
     # what a frozen projection without an adapter reads is not kept for it
     attention = replace(workload, lora_targets="attention")
     kept = [memory_estimate.estimate(config, w)["kept_in_layers"] for w in (workload, attention)]
@@ -530,7 +532,7 @@ def test_an_estimate_of_quantized_weights_has_half_a_byte_for_each():
         memory_estimate.estimate(config, each)["parts"]["parameters"]
         for each in (lora, replace(lora, quantize="nf4"))
     )
-    n = architecture.projection_weights(config) * config.num_hidden_layers
+    n = ModelFacts(config).layer_weights * config.num_hidden_layers
     assert before - after == pytest.approx((2 - 0.516) * n, rel=1e-3)
 
 
@@ -608,33 +610,25 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_an_adapter_that_does_not_fit_is_refused(saved, base, run_script, case):
-    folder, _ = saved(*RANK, "--steps", "1")
+def test_an_adapter_that_does_not_fit_is_refused(adapter, train_further, case):
     damage, said = DAMAGED[case]
-    damage(folder)
-    flags = [*SMALL, "--model", base, "--adapter", str(folder)]
-    assert_refused(run_script(finetune_baseline, *flags), said)
+    damage(adapter)
+    assert_refused(train_further(), said)
 
 
-def test_an_adapter_of_another_model_is_refused(saved, run_script, monkeypatch):
-    folder, _ = saved(*RANK)
-    monkeypatch.setattr(architecture, "tiny_config", smaller_config)
-    outcome = run_script(finetune_baseline, *SMALL, "--adapter", str(folder))
-    assert_refused(outcome, "does not fit tiny: 14 not part of that model", "give the --model")
+def test_an_adapter_of_another_model_is_refused(train_further, small_model):
+    said = "does not fit tiny: 14 not part of that model", "give the --model"
+    assert_refused(train_further(model="tiny"), *said)
 
 
 @pytest.mark.parametrize(
     "flags", [["--lora-rank", "2"], ["--lora-alpha", "7"], ["--lora-targets", "mlp"]], ids=str
 )
-def test_flags_that_contradict_the_adapter_are_refused(saved, base, run_script, flags):
-    folder, _ = saved(*RANK)
-    given = [*SMALL, "--model", base, "--adapter", str(folder), *flags]
-    outcome = run_script(finetune_baseline, *given)
-    assert_refused(outcome, f"{flags[0]} is ", "but in --adapter")
+def test_flags_that_contradict_the_adapter_are_refused(train_further, flags):
+    assert_refused(train_further(*flags), f"{flags[0]} is ", "but in --adapter")
 
 
-def test_adapters_and_models_are_not_saved_into_one_folder(saved, base, run_script):
-    adapter, _ = saved(*RANK)
+def test_adapters_and_models_are_not_saved_into_one_folder(adapter, base, run_script):
     into_model = run_script(finetune_baseline, *SMALL, *RANK, "--save", base)
     assert_refused(into_model, "holds a model (config.json), and an adapter would be loaded")
     for flags in ([], [*RANK, "--merge"]):

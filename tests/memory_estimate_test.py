@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,8 +56,8 @@ def estimate_of(record: dict) -> dict:
     return estimate_8b(record["dtype"], record["batch_size"], record["seq_len"], kernels)
 
 
-def tiny_estimate(*kernels: str, dtype="bf16", seq_len=64, config=None) -> dict:
-    workload = Workload(dtype=dtype, batch_size=2, seq_len=seq_len, kernels=kernels)
+def tiny_estimate(*kernels: str, seq_len=64, config=None, **more) -> dict:
+    workload = Workload(batch_size=2, seq_len=seq_len, kernels=kernels, **more)
     return memory_estimate.estimate(config or architecture.tiny_config(), workload)
 
 
@@ -222,11 +221,8 @@ def test_a_step_in_the_backward_never_has_all_gradients():
 
 
 def test_8_bit_moments_are_codes_and_scales():
-    config = architecture.tiny_config()
-    workload = Workload(dtype="bf16", seq_len=4, kernels=("adamw",))
     wide, coded = (
-        memory_estimate.estimate(config, replace(workload, moments=each))["parts"][STATE]
-        for each in (None, "8bit")
+        tiny_estimate("adamw", seq_len=4, moments=each)["parts"][STATE] for each in (None, "8bit")
     )
     # small tensors take 512 bytes, whatever is in them
     assert 0.5 < coded / wide < 0.6
@@ -256,8 +252,7 @@ def test_fp32_with_grouped_queries_keeps_the_weights_of_attention():
 
 def test_large_heads_that_share_keys_get_copies_of_them_as_transformers_does_it():
     """So the memory-efficient attention, which knows no grouped queries, runs for them too."""
-    config = architecture.tiny_config()
-    workload = Workload(dtype="fp32", seq_len=8)
+    config, workload = architecture.tiny_config(), Workload(dtype="fp32", seq_len=8)
     for head_dim, efficient in ((256, False), (264, True)):
         config.head_dim = head_dim
         ledger = meta_step.run_step(config, workload)
@@ -273,8 +268,8 @@ def test_kernels_that_are_not_interpreted_are_not_launched_either(monkeypatch):
 
 def test_nothing_stays_replaced(monkeypatch):
     def replaced() -> tuple:
-        interpreted = kernel_support.INTERPRETED
-        return triton.KernelInterface.__getitem__, torch.Tensor.is_cpu, interpreted
+        launch = triton.KernelInterface.__getitem__
+        return launch, torch.Tensor.is_cpu, kernel_support.INTERPRETED
 
     before = replaced()
     monkeypatch.setattr(stepping, "training_step", lambda *_: 1 / 0)
@@ -303,12 +298,6 @@ def test_the_flag_prints_the_estimate_beside_the_baselines_and_records_it(
     assert [path.name for path in tmp_path.iterdir()] == ["estimate.json"]  # no trace
 
 
-def test_without_kernels_there_is_one_column(run_script):
-    flags = "--model", "tiny", "--dtype", "fp32", "--seq-len", "8"
-    outcome = run_script(estimate, *flags)
-    assert outcome.code == 0 and "chosen" not in outcome.out
-
-
 @pytest.mark.exhaustive
 def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
     def estimated_before(config, workload):
@@ -323,26 +312,20 @@ def test_eight_billion_parameters_need_no_gpu(run_script, monkeypatch):
     assert re.search(r"^Total +80\.37$", outcome.out, re.MULTILINE)
 
 
-@pytest.mark.exhaustive
-def test_the_weights_are_not_needed(run_script, tmp_path):
-    config = architecture.tiny_config()
-    config.save_pretrained(tmp_path)
-    outcome = run_script(estimate, "--model", str(tmp_path))
+def test_the_weights_are_not_needed_and_without_kernels_there_is_one_column(run_script, tmp_path):
+    architecture.tiny_config().save_pretrained(tmp_path)
+    flags = "--model", str(tmp_path), "--dtype", "fp32", "--seq-len", "8"
+    outcome = run_script(estimate, *flags)
     assert outcome.code == 0 and "pretrained weights" in outcome.out
+    assert "chosen" not in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("phase", "layer", "expected"),
-    [
-        ("backward", None, "backward of the loss;"), ("backward", 0, "backward of the embedding;"),
-        ("backward", 3, "backward of layer 3 of 4;"), ("forward", 3, "forward of layer 3 of 4;"),
-        ("forward", None, "forward;"), ("loss", None, "loss;"), ("optimizer", None, "optimizer;"),
-    ],
-)  # fmt: skip
-def test_the_moment_of_the_peak_in_words(phase, layer, expected):
-    estimated = {"phase": phase, "layer": layer, "made_by": {}}
-    line = memory_estimate.moment_line("none", estimated, n_layers=4)
-    assert f"the peak is in the {expected} made" in line
+def test_the_moment_of_the_peak_in_words():
+    stages = [("backward", None), ("backward", 0), ("backward", 3), ("forward", 3), ("loss", None)]
+    assert [memory_ledger.stage_in_words(*stage, n_layers=4) for stage in stages] == [
+        "backward of the loss", "backward of the embedding", "backward of layer 3 of 4",
+        "forward of layer 3 of 4", "loss",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kernels", [[], KERNELS], ids=["none", "all"])

@@ -16,7 +16,6 @@ import pytest
 
 import finetune_optimized
 from harness.model.loading import load_model
-from tests.apply_kernels_test import launches  # noqa: F401
 from tests.chat_test import TURNS
 from tests.readme_test import TEXTS, blocks
 from tests.sft_test import needs_trl
@@ -116,7 +115,7 @@ def test_sft_trainer_saves_the_best_of_several_validations(
     tmp_path,
     monkeypatch,
     capsys,
-    launches,  # noqa: F811
+    launches,
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

@@ -32,6 +32,7 @@ SIZE = 24  # of a sequence
 EXAMPLES = [("a", "bcdefg"), ("hij", "klm"), ("no", "pqrstuvw"), ("x", "yz"), ("", "abcdefgh")]
 LONGEST = 2  # of them
 ALLOWED = 1e-5
+STEPS = "--steps", "3"
 
 
 @pytest.fixture
@@ -125,7 +126,10 @@ def test_the_comparison_rejects(samples, fault):
 
 
 def test_a_packed_batch_is_laid_out_token_by_token(samples):
-    batch = dataset.Batches(samples, [[3, 1], [0]], 2, packed_to=12)[0]
+    batches = dataset.Batches(samples, [[3, 1], [0]], 2, packed_to=12)
+    assert batches.keys_of_a_token() == pytest.approx((4 * 4 + 7 * 7 + 8 * 8) / (4 + 7 + 8))
+    assert batches.padding() == pytest.approx(1 - 19 / 24)
+    batch = batches[0]
     assert batch.input_ids.tolist() == [
         [*b"xyz", 256, *b"hijklm", 256, 0, *b"abcdefg", 256, 0, 0, 0, 0]
     ]
@@ -138,10 +142,7 @@ def test_a_packed_batch_is_laid_out_token_by_token(samples):
     assert batch.cu_seq_lens.dtype == torch.int32
     assert batch.sample_lengths == (4, 7, 1, 8, 4)
     assert (batch.n_tokens, batch.n_targets) == (19, 3 + 4 + 7)
-
-
-def test_a_row_whose_first_token_would_be_a_target_counts_it_not(samples):
-    """The empty prompt's first token is in the completion."""
+    # the empty prompt's first token is in the completion, and would be a target
     batch = dataset.Batches(samples, [[3, 4]], 1, packed_to=SIZE)[0]
     assert batch.labels[0, 4] == IGNORE and batch.n_targets == 3 + 8
 
@@ -181,32 +182,28 @@ def test_texts_are_cut_where_a_sequence_is_full_and_lose_no_token():
     assert [token for ids in found for token in ids] == whole.tokens.tolist()[:-1]
 
 
-def test_the_span_is_that_of_the_samples(samples):
-    batches = dataset.Batches(samples, [[3, 1], [0]], 2, packed_to=12)
-    assert batches.keys_of_a_token() == pytest.approx((4 * 4 + 7 * 7 + 8 * 8) / (4 + 7 + 8))
-    assert batches.padding() == pytest.approx(1 - 19 / 24)
-
-
 # ---------------------------------------------------------------- in a run
 
 
 @pytest.mark.parametrize(
     "script, flags",
     [
-        (finetune_baseline, []),
-        (finetune_optimized, ["--kernels", "rope"]),
-        (opponents, ["--opponent", "fused-adamw"]),
-        (distill, ["--teacher", "tiny", "--kernels", "none"]),
+        (finetune_baseline, [*STEPS, "--save", "model"]),
+        (finetune_optimized, [*STEPS, "--kernels", "rope"]),
+        (opponents, [*STEPS, "--opponent", "fused-adamw"]),
+        (distill, [*STEPS, "--teacher", "tiny", "--kernels", "none"]),
+        (profile_baseline, ["--trace", "trace.json"]),
     ],
-    ids=["baseline", "optimized", "opponent", "teacher"],
+    ids=["baseline", "optimized", "opponent", "teacher", "profile"],
 )
-def test_scripts_train_on_packed_sequences(run_script, tmp_path, file, script, flags):
-    save = ["--save", str(tmp_path / "model")] if script is finetune_baseline else []
-    outcome = run_script(script, *TINY, "--steps", "3", "--data", file, "--pack", *flags, *save)
+def test_scripts_take_packed_steps(run_script, tmp_path, monkeypatch, file, script, flags):
+    monkeypatch.chdir(tmp_path)
+    outcome = run_script(script, *TINY, "--data", file, "--pack", *flags)
     assert outcome.code == 0, outcome.err
-    assert "packed: " in outcome.out and "padding, " in outcome.out
-    assert "Waiting for data: " in outcome.out
-    if save:  # and what was trained so serves any attention
+    if script is not profile_baseline:
+        assert "packed: " in outcome.out and "padding, " in outcome.out
+        assert "Waiting for data: " in outcome.out
+    if "--save" in flags:  # what was trained so serves any attention
         assert packed_attention.NAME not in (tmp_path / "model" / "config.json").read_text()
 
 
@@ -221,12 +218,6 @@ def test_useful_tokens_are_counted_and_padding_is_recorded(recorded, file, pack)
     assert found["tokens"] == useful
     assert found["padding"] == pytest.approx(1 - sum(useful) / sum(places)) and found["padding"] > 0
     assert found.get("pack", False) == bool(pack)
-
-
-def test_the_profiler_takes_packed_steps(run_script, tmp_path, file):
-    flags = [*TINY, "--data", file, "--pack", "--trace", str(tmp_path / "trace.json")]
-    outcome = run_script(profile_baseline, *flags)
-    assert outcome.code == 0, outcome.err
 
 
 def test_a_distilled_step_is_packed_too(samples):

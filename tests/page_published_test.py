@@ -4,16 +4,18 @@ import json
 
 import pytest
 
-from tests.page_run_tables_test import cells, run
+from harness.steps.gpus import peak_tflops
 from tools import page_records
 from tools.page_published_tables import (
+    IN_BOTH,
     PLACED,
     published,
     published_ours,
-    speed_cells,
-    weight_values,
+    tflops,
+    utilization,
 )
 from tools.page_records import load
+from tools.page_step_tables import run_label
 
 STATION = {
     "model": "meta-llama/Llama-3.1-8B", "gpu": "GB300", "precision": "bf16", "batch_size": 4,
@@ -24,18 +26,17 @@ STATION = {
 def test_the_formula_by_hand():
     """6 x 7,504,658,432 weights + 6 x 32 layers x 4,096 x 4,096 = 48.249 GFLOP a token."""
     assert 6 * 7_504_658_432 + 6 * 32 * 4096 * 4096 == 48_249_176_064
-    found = speed_cells(STATION)
-    assert found["TFLOP/s"] == "1,398"  # 28,966 x 0.048249; without the head 1,306
-    assert found["MFU"] == "56 %"  # of 2,500
-    assert found["shape"] == "4 × 4,096 × 16"
-    assert speed_cells(STATION | {"precision": "FP8, LoRA"})["MFU"] == "28 %"
-    assert speed_cells(STATION | {"gpu": "H100 96GB HBM2e"})["MFU"] == "–"
+    assert tflops(STATION) == pytest.approx(1397.6, abs=0.05)  # 28,966 x 0.048249; no head: 1,306
+    assert utilization(STATION) == pytest.approx(0.559, abs=5e-4)  # of 2,500
+    assert utilization(STATION | {"precision": "FP8, LoRA"}) == utilization(STATION) / 2
+    assert peak_tflops("NVIDIA GB300", "FP8, LoRA") == 5000
+    assert utilization(STATION | {"gpu": "H100 96GB HBM2e"}) is None
+    assert [column.cell(STATION) for column in IN_BOTH][2] == "4 × 4,096 × 16"
 
 
-@pytest.mark.parametrize("source, tflops", [("Megatron-Bridge", [744, 1576, 1933])])
-def test_the_formula_gives_what_a_source_computes_itself(source, tflops):
-    rows = [row for row in load("published")["rows"] if row["source"] == source]
-    assert [speed_cells(row)["TFLOP/s"] for row in rows] == [f"{each:,}" for each in tflops]
+def test_the_formula_gives_what_a_source_computes_itself():
+    rows = [row for row in load("published")["rows"] if row["source"] == "Megatron-Bridge"]
+    assert [round(tflops(row)) for row in rows] == [744, 1576, 1933]
 
 
 def test_every_published_row_has_a_source_and_says_what_differs():
@@ -46,15 +47,32 @@ def test_every_published_row_has_a_source_and_says_what_differs():
     assert len(body) == len(record["rows"]) and headers[-1] == "not like for like"
 
 
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
 @pytest.fixture
 def recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(page_records, "RESULTS", tmp_path)
 
     def write(name: str, **more) -> None:
-        made = {"model": STATION["model"], "environment": {"gpu": "NVIDIA H200"}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(run(1.0, **made, **more)))
+        made = {"environment": {"gpu": "NVIDIA H200"}, "kernels": [], "tokens_per_second": 8192.0}
+        (tmp_path / f"{name}.json").write_text(json.dumps(STATION | made | more))
 
     return write
+
+
+@pytest.mark.parametrize(
+    "more, label",
+    [
+        ({"lora_rank": 16}, "Hugging Face, peft"),
+        ({"lora_rank": 16, "quantize": "nf4"}, "Hugging Face, peft, `--quantize nf4`"),
+        ({"opponent": "torchao-rowwise"}, "torchao, rows"),
+        ({"kernels": ["rope"], "fp8": "inputs"}, "`--kernels all --fp8 inputs`"),
+    ],
+)
+def test_a_run_is_called_by_its_flags(more, label):
+    assert run_label({"kernels": []} | more) == label
 
 
 def test_a_run_without_record_has_no_row(recorded):
@@ -65,19 +83,3 @@ def test_a_run_without_record_has_no_row(recorded):
     assert unread[:3] == ["Hugging Face", "H200", "bf16"] and unread[-2:] == ["–", "–"]
     assert read[:3] == ["`--kernels all --fp8`", "H200", "FP8, LoRA"]
     assert read[-2:] == ["655", "80.0"]  # 655.36 W / 8,192 tokens/s
-
-
-def test_the_values_of_the_weights_are_compared_round_by_round(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_records, "RESULTS", tmp_path)
-
-    def done(way, *seconds, watts=690.0):
-        power = {"watts": watts, "mhz": 1500.0}
-        return {"way": way, "seconds": seconds, "loss": 12.0, "power": power}
-
-    rounds = [done("random", 0.5), done("trained", 0.51), done("random", 0.4, watts=700.0)]
-    rounds.append(done("trained", 0.4))
-    for name in ("weight_values", "weight_values_fp8"):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"rounds": rounds}))
-    _, _, random, trained, *_ = cells(weight_values())
-    assert random == ["bf16, random", "450.0", "420.0–480.0", "695", "1,500", "12.00", ""]
-    assert trained[-1] == "1.0100 (1.0000–1.0200)"

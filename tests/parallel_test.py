@@ -289,7 +289,7 @@ def test_a_signal_to_torchrun_ends_all_after_the_same_step(tmp_path):
 def test_all_processes_learn_that_another_run_writes_there(tmp_path):
     """The first one asks for the folder; none waits for it, or loads a model."""
     folder = str(tmp_path / "kept")
-    with checkpoint_files.alone_in(folder):
+    with checkpoint_files.locked(folder):
         outcome = torchrun(2, "finetune_baseline.py", *THREE, "1", "--checkpoint", folder)
     assert outcome.returncode != 0 and outcome.stdout == ""
     said = f"error: another run writes its checkpoints to --checkpoint {folder}, expected none"

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 
 import profile_baseline
-from harness.cli import device
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.tables import NO_GPU_NOTE
@@ -34,7 +32,8 @@ from harness.profiling.kernel_facts import (
     UNATTRIBUTED,
 )
 from harness.profiling.profile_tables import OF_A_GRAPH
-from harness.records.run_records import is_environment, read_record
+from harness.records.run_records import read_record
+from harness.records.schema import is_environment
 from harness.steps import stepping
 from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
@@ -351,70 +350,25 @@ def test_a_profile_with_all_kernels(tmp_path):
         assert record["categories"][category]["us"] > 0, category
 
 
-def test_the_playbooks_flags_name_kernels_and_the_trace_says_what_it_shows():
-    flags = ["--use-custom-ce", "--kernels", "rmsnorm", "--seq-len", "512"]
-    both = Workload.from_flags(profile_baseline.parse_args(flags), HAS_GPU)
-    assert both.kernels == ("rmsnorm", "cross_entropy")
-    trace = profile_baseline.default_trace(both)
-    assert trace == "traces/Llama-3.1-8B-1x512-rmsnorm+cross_entropy.json"
-    none = Workload.from_flags(tiny_flags("--batch-size", "4", "--seq-len", "32"), HAS_GPU)
-    assert none.kernels == ()
-    assert profile_baseline.default_trace(none) == "traces/tiny-4x32-baseline.json"
-    graph = profile_baseline.default_trace(replace(none, cuda_graph=True))
-    assert graph == "traces/tiny-4x32-baseline-cuda_graph.json"
-    one = profile_baseline.default_trace(replace(none, first_layers=1))
-    assert one == "traces/tiny-1-layers-4x32-baseline.json"
-    several = profile_baseline.default_trace(replace(none, accumulate=3))
-    assert several == "traces/tiny-4x32-baseline-accumulate3.json"
+def test_the_playbooks_flags_name_kernels():
+    flags = ["--use-custom-ce", "--kernels", "rmsnorm"]
+    assert Workload.from_flags(tiny_flags(*flags), HAS_GPU).kernels == ("rmsnorm", "cross_entropy")
+    assert Workload.from_flags(tiny_flags(), HAS_GPU).kernels == ()
 
 
-@pytest.mark.skipif(HAS_GPU, reason="pretends a GPU")
-def test_categories_are_recorded_before_the_capture_and_all_else_after_it(monkeypatch, tmp_path):
-    """A GPU is pretended, and the replay is a plain step: what is called when is tested here."""
-    calls = []
-    real_step, real_profile = stepping.training_step, profiler.profiled_step
-
-    def make_optimizer(model, lr, kernels, moments, capturable):
-        assert capturable  # on a CPU it cannot be
-        return stepping.make_optimizer(model, lr)
-
-    def captured_step(model, optimizer, batches, stream):
-        calls.append("capture")
-
-        def replay(*step):
-            calls.append("replay")
-            return real_step(*step)
-
-        return replay
-
-    def profiled_step(*arguments):
-        calls.append("categories")
-        return real_profile(*arguments)
-
-    def timeline(model, optimizer, steps, take_step):
-        calls.append("timeline")
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        with profile:
-            torch.zeros(7).erfinv()
-        return profile, {"step_ms": 1.0, "busy_us": 12.5, "idle_us": 0.0}
-
-    monkeypatch.setattr(device, "HAS_GPU", True)
-    for name in ("memory_allocated", "reset_peak_memory_stats", "Stream", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
-    monkeypatch.setattr(stepping, "captured_step", captured_step)
-    monkeypatch.setattr(profiler, "profiled_step", profiled_step)
-    monkeypatch.setattr(profiler, "timeline", timeline)
-    monkeypatch.setattr(apply_kernels, "make_optimizer", make_optimizer)
-    for module in (profile_baseline, profiler):
-        monkeypatch.setattr(module, "environment", dict)
-    workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1, cuda_graph=True)
-    record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
-    assert calls == ["categories", "capture", *["replay"] * 3, "timeline", *["replay"] * 3]
-    assert record["cuda_graph"] and record["busy_us"] == record["timeline"]["busy_us"] == 12.5
-    assert record["categories"]["normalization"]["us"] > 0
-    written = (tmp_path / "trace.json").read_text()
-    assert "aten::erfinv" in written and "aten::mm" not in written
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kernels": ("rmsnorm", "cross_entropy")}, "tiny-4x32-rmsnorm+cross_entropy"),
+        ({"model": "meta-llama/Llama-3.1-8B"}, "Llama-3.1-8B-4x32-baseline"),
+        ({"cuda_graph": True}, "tiny-4x32-baseline-cuda_graph"),
+        ({"first_layers": 1}, "tiny-1-layers-4x32-baseline"),
+        ({"accumulate": 3}, "tiny-4x32-baseline-accumulate3"),
+    ],
+)
+def test_the_name_of_a_trace_says_what_it_shows(settings, name):
+    workload = replace(Workload(model="tiny", batch_size=4, seq_len=32), **settings)
+    assert profile_baseline.default_trace(workload) == f"traces/{name}.json"
 
 
 @needs_gpu

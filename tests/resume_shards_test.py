@@ -14,30 +14,39 @@ from next_steps.finetuning import checkpoint
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
 
-def training(device, world: int) -> tuple:
-    """Return a model and its AdamW; two processes shard its five rows into three and two."""
+def training(
+    steps: int = 0, optimizer_class: type = torch.optim.AdamW, device=DEVICE, world: int = 1
+) -> tuple:
+    """Return a model and its optimizer after some steps.
+
+    Two processes shard the model's five rows into three and two.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
     model.to(device)
     if world > 1:
         mesh = init_device_mesh(torch.device(device).type, (world,))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.arange(6.0, device=device).view(2, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
 
 
-def one_step(model, optimizer) -> None:
-    device = next(model.parameters()).device
-    model(torch.arange(6.0, device=device).view(2, 3)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def save_checkpoint(folder, model, optimizer, step: int, keep: int = 1) -> Path:
+def save_checkpoint(folder, model, optimizer, step: int) -> Path:
     """Write all that training changes as the checkpoint of a step; all processes call it."""
     share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
-    return checkpoint.write(str(folder), share, {"step": step}, keep)
+    return checkpoint.write(str(folder), share, {"step": step}, keep=1)
+
+
+def load_newest(folder: Path, **options) -> tuple:
+    """Return a model and its optimizer that have taken no step and were filled from a folder."""
+    model, optimizer = training(**options)
+    checkpoint.load(model, optimizer, resuming.newest(folder), {})
+    return model, optimizer
 
 
 def whole(model, optimizer) -> dict[str, torch.Tensor]:
@@ -52,26 +61,22 @@ def whole(model, optimizer) -> dict[str, torch.Tensor]:
     }
 
 
-def save(rank, device, folder: Path) -> dict[str, torch.Tensor]:
-    model, optimizer = training(device, world=2)
-    for _ in range(2):
-        one_step(model, optimizer)
-    save_checkpoint(folder, model, optimizer, 2)
-    return whole(model, optimizer)
-
-
-def load(rank, device, folder: Path) -> dict[str, torch.Tensor]:
-    model, optimizer = training(device, world=2)
-    path = resuming.newest(folder)
-    checkpoint.load(model, optimizer, path, {})
-    states = [state["exp_avg"] for state in optimizer.state.values()]
-    assert all(isinstance(t, DTensor) for t in (*model.parameters(), *states))
-    return whole(model, optimizer)
-
-
 def equal(found: dict, expected: dict) -> bool:
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save(rank, device, folder: Path) -> dict[str, torch.Tensor]:
+    trained = training(2, device=device, world=2)
+    save_checkpoint(folder, *trained, 2)
+    return whole(*trained)
+
+
+def load(rank, device, folder: Path) -> dict[str, torch.Tensor]:
+    model, optimizer = load_newest(folder, device=device, world=2)
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(isinstance(t, DTensor) for t in (*model.parameters(), *states))
+    return whole(model, optimizer)
 
 
 @one_gpu_is_too_few
@@ -83,23 +88,11 @@ def test_what_two_processes_saved_one_loads_and_two_load_what_one_saved(tmp_path
     path = resuming.newest(of_two)
     assert path.name == "step-2" and json.loads((path / resuming.FACTS).read_text()) == {"step": 2}
     assert len(list(path.glob("*.distcp"))) == 2, "each wrote its part"
-    assert not equal(two, whole(*after_steps(0))), "this comparison cannot fail"
-    for found in (other, *in_two_processes(load, stores[1], of_two)):
+    assert not equal(two, whole(*training(1))), "this comparison cannot fail"
+    for found in (other, *in_two_processes(load, stores[1], of_two), whole(*load_newest(of_two))):
         assert equal(found, two)
 
-    model, optimizer = training(DEVICE, world=1)
-    checkpoint.load(model, optimizer, path, {})
-    assert equal(whole(model, optimizer), two)
-
-    model, optimizer = after_steps(3)
-    save_checkpoint(of_one, model, optimizer, 3)
+    one = training(3)
+    save_checkpoint(of_one, *one, 3)
     for found in in_two_processes(load, stores[2], of_one):
-        assert equal(found, whole(model, optimizer))
-
-
-def after_steps(n: int) -> tuple:
-    model, optimizer = training(DEVICE, world=1)
-    checkpoint.make_states(optimizer)
-    for _ in range(n):
-        one_step(model, optimizer)
-    return model, optimizer
+        assert equal(found, whole(*one))

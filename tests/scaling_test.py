@@ -15,7 +15,7 @@ from harness.cli.flags import IN_FP8
 from harness.cli.workload import Workload
 from harness.steps import parallel
 from next_steps.finetuning import kernel_training
-from next_steps.patches import fp8_model
+from next_steps.patches import projections
 from next_steps.studies import scaling, scaling_tables
 from next_steps.studies.scaling_tables import Size
 from tests.small_workloads import MADE_UP
@@ -218,7 +218,7 @@ def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_
 
     measured_as(monkeypatch, None)
     monkeypatch.setattr(kernel_training, "prepare", fill_memory)
-    monkeypatch.setattr(fp8_model, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
+    monkeypatch.setattr(projections, "fp8_support", lambda: "Old GPU is of sm_80: leave FP8 out.")
     scaling.measure_all(tiny(), str(tmp_path / "record.json"), ["kernels", "fp8"], SIZES)
     found = json.loads((tmp_path / "record.json").read_text())
     too_large = {"batch_size": 1, "seq_len": 4, "failure": "the GPU's memory"}
@@ -229,9 +229,9 @@ def test_a_model_that_does_not_fit_is_too_large_and_a_gpu_without_fp8_leaves_it_
 
 def test_each_size_finds_out_anew_whether_codes_fit(monkeypatch, small_model):
     """The largest room was that of the smallest step."""
-    begun, begin = [], fp8_model.KeptCodes.begin
+    begun, begin = [], projections.KeptCodes.begin
     counted = lambda self: begun.append(self) or begin(self)  # noqa: E731
-    monkeypatch.setattr(fp8_model.KeptCodes, "begin", counted)
+    monkeypatch.setattr(projections.KeptCodes, "begin", counted)
     monkeypatch.setattr(scaling, "measure", lambda *args: {"begun": len(begun)})
     rows = scaling.rows_of(replace(tiny(), **scaling.HOW["fp8"]), SIZES, {})
     assert [each["begun"] for each in rows] == [2, 3]

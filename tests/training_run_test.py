@@ -17,12 +17,13 @@ import finetune_optimized
 from harness.benchmark.checking import DEVICE, relative_error
 from harness.data import dataset, samples
 from harness.model import architecture, loading
+from harness.model.architecture import ModelFacts
 from harness.profiling import costs
 from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import stepping
-from harness.training import training_run
+from harness.training import run_text, training_run
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, jsonl, tiny_workload
@@ -35,19 +36,14 @@ MEASURED = {
     "tokens_per_second", "model_flops_utilization", "busy_ms", "power", "ceilings", "least_ms",
     "peaks", "peak_memory_bytes",
 }  # fmt: skip
-
-
 HERE = Path(__file__).parents[1]
 PAGES = [Path(script.__file__).read_text() for script in (finetune_baseline, finetune_optimized)]
 
 
-def test_the_difference_of_the_two_scripts_fits_on_a_screen():
+def test_both_scripts_show_the_same_loop_and_their_difference_fits_on_a_screen():
     lines = [page.splitlines() for page in PAGES]
     differing = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
     assert len(differing) <= 32
-
-
-def test_both_scripts_show_the_same_loop():
     loops = [page[page.index("    for batch in run.batches():") :] for page in PAGES]
     assert loops[0] == loops[1]
     for step in ("model(input_ids", "loss.backward()", "optimizer.step()", "optimizer.zero_grad("):
@@ -170,31 +166,25 @@ def test_the_last_step_is_profiled_trains_and_does_not_count(monkeypatch):
     assert record["tokens_per_second"] == pytest.approx(3 * 16 / sum(counted))
     assert (record["p20_seconds"], record["p80_seconds"]) == spread(counted)
     assert record["busy_ms"] == pytest.approx(5.0), "the time in which two kernels run counts once"
-
-
-def test_where_no_step_would_be_left_to_time_none_is_profiled(monkeypatch):
-    record, began = profiled_run(monkeypatch, 3)
-    assert began == [] and record["busy_ms"] is None and record["profiled_steps"] == 0
-    assert record["average_seconds"] == record["seconds"][2]
-
-
-def test_without_a_recorded_kernel_it_is_unknown_how_long_the_gpu_computes(monkeypatch):
-    record, began = profiled_run(monkeypatch, 4, kernels=False)
-    assert began == [3] and record["busy_ms"] is None
-    assert block_rows(record)["GPU busy"] == "n/a"
-
-
-def test_a_step_is_measured_by_the_speed_of_light(monkeypatch):
-    record, _ = profiled_run(monkeypatch, 4)
     workload, config = tiny_workload(), architecture.tiny_config()
-    flops = architecture.flops_per_token(config, workload.seq_len)
-    least_ms = costs.least_ms(config, workload, 16, flops, record["ceilings"])
+    flops = ModelFacts(config).flops_per_token(workload.seq_len)
+    least_ms = costs.least_ms(ModelFacts(config, workload), 16, flops, record["ceilings"])
     assert record["least_ms"] == pytest.approx(least_ms)
+
+
+@pytest.mark.parametrize(("n_steps", "profiled"), [(3, []), (4, [3])], ids=["no step", "no kernel"])
+def test_without_a_step_to_profile_or_a_kernel_in_it_the_busy_time_is_unknown(
+    monkeypatch, n_steps, profiled
+):
+    record, began = profiled_run(monkeypatch, n_steps, kernels=False)
+    assert began == profiled and record["profiled_steps"] == len(profiled)
+    assert record["average_seconds"] == record["seconds"][2] and record["busy_ms"] is None
+    assert block_rows(record)["GPU busy"] == "n/a"
 
 
 def block_rows(record: dict) -> dict[str, str]:
     """Return the rows of the result block by their names."""
-    rows = (line.split(":", 1) for line in training_run.result_block(record).splitlines())
+    rows = (line.split(":", 1) for line in run_text.result_block(record).splitlines())
     return {name: text[0].strip() for name, *text in rows if text}
 
 
@@ -220,7 +210,7 @@ GPU_RUN = {
 }
 
 
-def test_the_result_block_says_the_clock():
+def test_the_result_block_says_the_clock_and_the_energy_of_a_token():
     rows = block_rows(GPU_RUN)
     assert rows["Average time per step"].endswith("(steps 3 to 6)")
     around = "20th to 80th percentile: 0.192 to 0.214 s"
@@ -233,12 +223,9 @@ def test_the_result_block_says_the_clock():
     assert longer["GPU busy"].startswith("100 % of"), "a GPU is not busier than the step is long"
     wrong = block_rows(GPU_RUN | {"least_ms": 410.0})
     assert wrong["Speed of light"].startswith("200 % of"), "a floor that is too high must be seen"
-
-
-def test_the_result_block_says_the_energy_of_a_token_if_watts_were_read():
     power = {"watts": 693.0, "mhz": 1485.0, "readings": 9}
-    rows = block_rows(GPU_RUN | {"power": power, "tokens_per_second": 12_600.0})
-    assert rows["Energy"] == "55.0 mJ a token"
+    measured = block_rows(GPU_RUN | {"power": power, "tokens_per_second": 12_600.0})
+    assert measured["Energy"] == "55.0 mJ a token"
     assert "Energy" not in block_rows(GPU_RUN | {"power": None})
 
 
@@ -250,6 +237,7 @@ GRAPH = "With --cuda-graph"
     [
         ({}, True),
         ({"lora_rank": 16, "accumulate": 2, "kernels": ["rmsnorm"], "opponent": None}, True),
+        ({"opponent": "liger"}, True),
         ({"cuda_graph": True}, False),
         ({"pack": True}, False),
         ({"offload": True}, False),
@@ -260,12 +248,8 @@ GRAPH = "With --cuda-graph"
 )
 def test_the_result_block_says_what_a_graph_would_save(said, possible):
     saved = "up to 123 ms less a step, in which the GPU waits for the host"
+    saved += "; if the step can be recorded" if said.get("opponent") else ""
     assert block_rows(GPU_RUN | said).get(GRAPH) == (saved if possible else None)
-
-
-def test_another_librarys_step_may_not_be_recorded():
-    row = block_rows(GPU_RUN | {"opponent": "liger"})[GRAPH]
-    assert row.endswith("the host; if the step can be recorded")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from next_steps.memory import estimate, profile
 from next_steps.studies import ladder
 from tests.conftest import assert_refused
 from tests.fixtures import HAS_GPU
-from tools import page_outputs
+from tools import fill_pages
 from tools.page_records import HERE, RESULTS, load
 
 README = (HERE / "README.md").read_text()
@@ -114,7 +114,7 @@ def renderable() -> list[str]:
 
 @pytest.mark.parametrize("name", renderable())
 def test_the_tables_of_a_record_fit_a_terminal(name):
-    assert not too_wide(page_outputs.render([name]))
+    assert not too_wide(fill_pages.render([name]))
 
 
 def test_a_table_that_is_too_wide_is_noticed_and_goes_on_below():

@@ -12,13 +12,13 @@ A page marks what comes from a record by one comment in the line above the block
     <!-- output: a b -->                               of several records: the comparison of them
     <!-- output: a | Category .. Total | GPU busy -->  parts: from a line that begins with one text
                                                        to one that begins with another; single lines
-    <!-- output: a | Rung .. | without Host; GB/s -->  columns of its tables left out
-    <!-- table: NAME WORD ... -->                      TABLES[NAME](WORD, ...) of a module
-                                                       page_*_tables.py
+    <!-- output: a | Rung .. | without Total -->       the last column of its tables left out
+    <!-- table: NAME WORD ... -->                      NAME(WORD, ...) or NAME_table(WORD, ...)
+                                                       of page_*_tables.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
-Below it stands, as a quotation, where its figures come from (page_sources.py).
+Below it stands, as a quotation, where its figures come from (page_records.py).
 `...` stands for lines and columns that are left out.  Records are named without results/ and .json.
 A sentence of a page holds no measured figure: the figure is in a block beside the sentence.
 """
@@ -26,14 +26,29 @@ A sentence of a page holds no measured figure: the figure is in a block beside t
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import compare_runs
+import profile_baseline
 from exercises.grading import words
+from harness.benchmark import benchmark_picture, benchmark_tables
+from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, flags, output_files
+from harness.cli.processes import PARALLEL
+from harness.profiling import roofline
 from harness.records import run_records
-from tools.page_records import HERE, LOADED, RESULTS, load
+from harness.training import run_text
+from next_steps.comparisons import compare_profiles, sweep_tables
+from next_steps.memory import memory_estimate, memory_profile
+from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
+from tools import instruction_count, page_kernel_tables, page_published_tables, page_step_tables
+from tools.page_records import COLUMNS, HERE, LOADED, RESULTS, load, source
 
+LEFT_OUT = "..."
+TABLES = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
+TABLES |= {"flags_table": flags.page, "exercises_table": words.page}
 MARKED = re.compile(
     r"^<!-- (?P<kind>output|table): (?P<what>[^\n]+?) -->\n"
     r"(?P<body>```text\n.*?^```$|\|[^\n]*(?:\n\|[^\n]*)*)(?P<source>(?:\n>[^\n]*)*)",
@@ -47,14 +62,6 @@ def pages() -> list[Path]:
 
 def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_published_tables, page_step_tables
-    from tools.page_outputs import output_block
-    from tools.page_sources import source
-
-    modules = page_kernel_tables, page_published_tables, page_step_tables
-    tables = {"flags": flags.page, "exercises": words.page}
-    for module in modules:
-        tables |= module.TABLES
 
     def computed(match: re.Match) -> str:
         LOADED.clear()
@@ -62,23 +69,107 @@ def fill(text: str, page: Path) -> str:
             body = output_block(match["what"])
         else:
             name, *arguments = match["what"].split()
-            body = tables[name](*arguments)
+            body = (TABLES.get(f"{name}_table") or TABLES[name])(*arguments)
         lines = f"<!-- {match['kind']}: {match['what']} -->", body, source(LOADED, page)
         return "\n".join(filter(None, lines))
 
     return MARKED.sub(computed, text)
 
 
+# ---------------------------------------------------------------- outputs
+
+
+def render(names: list[str]) -> str:
+    """Return what the script that wrote these records printed."""
+    records = [load(name) for name in names]
+    kind = records[0]["kind"] + ", several" * (len(records) > 1)
+    renderers = {
+        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "profile, several": compare_profiles.render_comparison,
+        "scaling, several": scaling_tables.render,
+        "finetune": finetune_output,
+        "profile": profile_baseline.render,
+        "memory": memory_profile.render,
+        "estimate": memory_estimate.render,
+        "benchmark": benchmark_tables.render,
+        "sweep": sweep_tables.render_sweep,
+        "ladder": ladder.render,
+        "frontier": frontier.render,
+        "longest": frontier.render_longest,
+        "fp8_accuracy": fp8_accuracy.render,
+        "instructions": instruction_count.render,
+        "text": lambda record: "\n".join(record["lines"]),
+    }
+    return renderers[kind](*records)
+
+
+def finetune_output(record: dict) -> str:
+    """Return every step's line and the result block."""
+    n_steps = record["steps"]
+    steps = [run_text.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
+    return "\n".join([*steps, "", run_text.result_block(record)])
+
+
+def position(lines: list[str], beginning: str, start: int) -> int:
+    """Return the place of the first line, from `start` on, that begins with these words."""
+    for i in range(start, len(lines)):
+        if " ".join(lines[i].split()).startswith(" ".join(beginning.split())):
+            return i
+    raise ValueError(
+        f"no line from line {start + 1} on begins with {beginning!r}: look at the record's output"
+    )
+
+
+def cut(lines: list[str], parts: list[str]) -> list[str]:
+    """Return the lines that the parts name; LEFT_OUT stands where lines are missing between."""
+    shown, end = [], 0
+    for part in parts:
+        first, dots, last = (text.strip() for text in part.partition(".."))
+        start = position(lines, first, end)
+        stop = position(lines, last, start) + 1 if last else len(lines) if dots else start + 1
+        if start > end:
+            shown.append(LEFT_OUT if any(lines[end:start]) else "")
+        shown += lines[start:stop]
+        end = stop
+    return shown + ([LEFT_OUT] if any(lines[end:]) else [])
+
+
+def without_last_column(lines: list[str], name: str) -> list[str]:
+    """Leave out the last column of tables where it has this name; LEFT_OUT ends its heading."""
+    start, result = None, []
+    for line, below in zip(lines, [*lines[1:], ""]):
+        if re.fullmatch(r"-+(  +-+)+", below) and line.endswith(f"  {name}"):  # a heading
+            start = below.rindex(" ") + 1
+            line = f"{line[:start].rstrip()}  {LEFT_OUT}"
+        elif start is not None and line[start - 2 : start].strip():  # a sentence ends the table
+            start = None
+        elif start is not None:
+            line = line[:start].rstrip()
+        result.append(line)
+    return result
+
+
+def output_block(what: str) -> str:
+    """Return a fenced block with what was recorded, cut as the marker says.
+
+    A sentence too long for a page is broken as a terminal breaks it. A table's row stays whole.
+    """
+    names, *parts = (part.strip() for part in what.split("|"))
+    lines = [line.rstrip() for line in render(names.split()).splitlines()]
+    if parts and parts[-1].startswith("without "):
+        lines = without_last_column(lines, parts.pop().removeprefix("without "))
+    lines = cut(lines, parts) if parts else lines
+    for i, line in enumerate(lines):
+        if len(line) > COLUMNS and "  " not in line.strip():
+            lines[i] = textwrap.fill(line, COLUMNS - 4, subsequent_indent="    ")
+    return "\n".join(["```text", *lines, "```"])
+
+
+# ---------------------------------------------------------------- pictures and checks' outputs
+
+
 def pictures() -> Iterator[tuple[str, Callable, list]]:
     """Each picture of results/: its name, the function that draws it, the function's arguments."""
-    import compare_runs
-    from harness.benchmark import benchmark_picture
-    from harness.benchmark.benchmark_specs import SPECS
-    from harness.cli.processes import PARALLEL
-    from harness.profiling import roofline
-    from next_steps.memory import memory_profile
-    from next_steps.studies import frontier, ladder, scaling_tables
-
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
     memory = "memory_baseline_1x512", "memory_baseline_4x2048", "memory_all_4x2048"
     single |= dict.fromkeys(memory, memory_profile.plot)

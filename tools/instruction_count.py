@@ -12,10 +12,10 @@ Bytes: each tensor whose address is loaded from counts once, each whose address 
 once more.  The addresses are followed through Triton's own code (ttir).  What the kernel reads
 again is taken from the cache, and counts as an instruction alone.
 
-Instructions: of the longest way through the machine code (nvdisasm) that never goes back, for each
-warp of each program; an outer loop once for each row.  The innermost loops that move the tensors
-turn until they have stored what the launch stores in loops, or loaded it where they store nothing.
-Left out: rare loops, which load less than half as much in a turn, and warps that diverge.
+Instructions: of the longest way through the machine code that never goes back, for each warp of
+each program; an outer loop once for each row.  The innermost loops that move the tensors turn until
+they have stored what the launch stores in loops, or loaded it where they store nothing.  Left out:
+rare loops, which load less than half as much in a turn, and warps that diverge.
 """
 
 import itertools
@@ -28,45 +28,20 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from harness.cli import command_line, output_files, tables
 from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
+from harness.steps import gpus
+from harness.steps.gpus import Gpu
 from tools.compile_check import NARROW
 from tools.compile_targets import access_of
 
 THREADS = 32  # of a warp
 LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Published figures.  LANES * multiprocessors * clock is half of the fp32 peak."""
-
-    target: str
-    multiprocessors: int
-    fp32_tflops: float
-    tbs: float
-
-    @property
-    def clock_ghz(self) -> float:
-        return self.fp32_tflops / (FLOPS_OF_FMA * LANES * self.multiprocessors) * 1e3
-
-    def quotient(self, instructions: float, n_bytes: float) -> float:
-        """Return the time to issue these instructions of warps over the time to move the bytes."""
-        issued = instructions * THREADS / (LANES * self.multiprocessors * self.clock_ghz * 1e9)
-        return issued / (n_bytes / (self.tbs * 1e12))
-
-
-# H100, H200: NVIDIA's data sheets.  GB300: multiprocessors of the full chip, and memory: "Inside
-# NVIDIA Blackwell Ultra", https://developer.nvidia.com/blog; fp32: a table that repeats NVIDIA's,
-# https://verda.com/blog/gb300-nvl72-architecture.  docs/gb300.md has the links.
-GPUS = {
-    "H100": Gpu("sm_90", 132, 67, 3.35),
-    "H200": Gpu("sm_90", 132, 67, 4.8),
-    "GB300": Gpu("sm_103", 160, 80, 8),
-}
+GPUS = {name.partition(" ")[0]: gpus.GPUS[name] for name in ("H100 80GB HBM3", "H200", "GB300")}
 TARGETS = [*dict.fromkeys(gpu.target for gpu in GPUS.values())]
 OURS = "GB300"  # the GPU that the rows are sorted by
 CASES = {  # {lesson: cases}: of compile_cases.py, in the shapes of LLaMA 3.1 8B
@@ -94,40 +69,32 @@ class Count:
     instructions: float  # of warps, of the whole launch
     n_bytes: int
 
+    def quotient(self, gpu: Gpu) -> float:
+        """Return the time to issue the instructions over the time to move the bytes.
+
+        All lanes together issue half as many instructions of threads as the GPU has FLOPs of fp32.
+        """
+        issue = self.instructions * THREADS / (gpu.fp32_tflops / FLOPS_OF_FMA)
+        return issue / (self.n_bytes / gpu.tbs)
+
 
 # ---------------------------------------------------------------- the machine code
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     text: str
     goes_to: int | None = None  # a branch's destination, as the place of an instruction
 
-    @property
-    def ends(self) -> bool:
-        """Return True if the next instruction never follows."""
-        return bool(re.match(r"EXIT|RET\b|BRA `", self.text))
-
 
 def disassemble(binary: bytes) -> list[Instruction]:
-    """Return the instructions of a compiled kernel.
-
-    Raises:
-        UserError: this Triton brings no nvdisasm, or one that does not know the target.
-    """
+    """Return the instructions of a compiled kernel, by the nvdisasm of Triton's wheels."""
     import triton
 
-    try:
-        tool = triton.knobs.nvidia.nvdisasm
-    except RuntimeError as error:
-        raise UserError(
-            f"{error}, which Triton's wheels for Linux bring: install Triton by pip, or export "
-            "TRITON_NVDISASM_PATH"
-        ) from error
+    tool = triton.knobs.nvidia.nvdisasm.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        run = subprocess.run([tool.path, "-c", file.name], capture_output=True, text=True)
+        run = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
     if run.returncode:
         said = run.stderr.strip().splitlines()[-1]
         raise UserError(f"nvdisasm cannot read the code ({said}): use Triton 3.7 or later")
@@ -148,8 +115,7 @@ def parse(listing: str) -> list[Instruction]:
     ]
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     start: int
     end: int  # its last instruction's
     loads: int  # bytes of a warp in one turn, without narrow ones: a row's statistic
@@ -158,11 +124,8 @@ class Loop:
 
 def spans(code: list[Instruction]) -> list[tuple[int, int]]:
     """Return where each loop begins and ends: a branch goes back."""
-    return [
-        (each.goes_to, i)
-        for i, each in enumerate(code)
-        if each.goes_to is not None and each.goes_to < i
-    ]
+    branches = ((each.goes_to, i) for i, each in enumerate(code) if each.goes_to is not None)
+    return [(start, end) for start, end in branches if start < end]
 
 
 def streaming_loops(code: list[Instruction]) -> list[Loop]:
@@ -187,9 +150,9 @@ def longest_way(code: list[Instruction], weights: list[float]) -> float:
     ways = [0.0] * (len(code) + 1)
     for i in reversed(range(len(code))):
         each, after = code[i], [0.0]
-        if each.goes_to is not None and each.goes_to > i:
+        if (each.goes_to or 0) > i:
             after.append(ways[each.goes_to])
-        if not each.ends:
+        if not re.match(r"EXIT|RET\b|BRA `", each.text):  # the next instruction may follow
             after.append(ways[i + 1])
         ways[i] = weights[i] + max(after)
     return ways[0]
@@ -198,8 +161,7 @@ def longest_way(code: list[Instruction], weights: list[float]) -> float:
 # ---------------------------------------------------------------- the tensors
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of the tensors that a kernel loads and stores, and of those that it does in loops."""
 
     loads: int
@@ -268,18 +230,15 @@ def instructions_of(code: list[Instruction], moved: Traffic, programs: int, warp
             if moved.rows is None:
                 raise ValueError("how often the outer loop turns is not known")
             weights[start : end + 1] = [float(moved.rows)] * (end + 1 - start)
+    in_loops = 0.0
     for loop in loops:
-        weights[loop.start : loop.end + 1] = [0.0] * (loop.end + 1 - loop.start)
-    count = warps * longest_way(code, weights)
-    for loop in loops:
+        length = loop.end + 1 - loop.start
+        weights[loop.start : loop.end + 1] = [0.0] * length
         # Two loops may share the tensors: one for q, one for k; or each for a part of a row.
         share = 1 / sum(bool(other.stores) == bool(loop.stores) for other in loops)
-        if loop.stores:
-            turns = share * moved.stores_in_loops / loop.stores
-        else:
-            turns = share * moved.loads_in_loops / loop.loads
-        count += turns * (loop.end - loop.start + 1)
-    return count
+        n_bytes = moved.stores_in_loops if loop.stores else moved.loads_in_loops
+        in_loops += share * n_bytes / (loop.stores or loop.loads) * length
+    return warps * longest_way(code, weights) + in_loops
 
 
 def count_launches(cases: list, target: str) -> list[Count]:
@@ -346,10 +305,13 @@ def rows(record: dict) -> list[dict[str, str | float]]:
         row = {"Kernel": count.kernel.removesuffix("_kernel"), "launched by": count.case}
         row = found.setdefault((count.kernel, count.case), row)
         row[count.target] = 1e3 * count.instructions / count.n_bytes
-        for name, gpu in GPUS.items():
-            if gpu.target == count.target:
-                row[name] = gpu.quotient(count.instructions, count.n_bytes)
+        of_target = {name: gpu for name, gpu in GPUS.items() if gpu.target == count.target}
+        row |= {name: count.quotient(gpu) for name, gpu in of_target.items()}
     return sorted(found.values(), key=lambda row: -row[OURS])
+
+
+def clock_ghz(gpu: Gpu) -> float:
+    return gpu.fp32_tflops / (FLOPS_OF_FMA * LANES * gpu.multiprocessors) * 1e3
 
 
 def render(record: dict) -> str:
@@ -365,7 +327,7 @@ def render(record: dict) -> str:
         tables.title(f"Instructions beside bytes, Triton {record['environment']['triton']}"),
         *(
             f"{name + ':':<6} {gpu.multiprocessors} multiprocessors x 4 schedulers x "
-            f"{gpu.clock_ghz:.2f} GHz, {gpu.tbs:g} TB/s"
+            f"{clock_ghz(gpu):.2f} GHz, {gpu.tbs:g} TB/s"
             for name, gpu in GPUS.items()
         ),
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",

@@ -1,12 +1,11 @@
 """The pages' tables of the kernels, from records of benchmark_kernels.py."""
 
 from collections import Counter
-from typing import NamedTuple
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_picture import rate_at
-from harness.benchmark.benchmark_tables import megabytes, microseconds
-from harness.cli.tables import number
+from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
+from harness.cli.tables import Column, Table, number
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.compile_targets import TARGETS
 from tools.page_records import RESULTS, load, per_cent, table, times
@@ -14,93 +13,90 @@ from tools.page_records import RESULTS, load, per_cent, table, times
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
 PLAYBOOK = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
-CLOCKS = "total | queued | alone | total % | alone %"
 
 
-class Measured(NamedTuple):
-    """One row of a benchmark's record."""
+class Row(dict):
+    """A row of a benchmark's record, which knows its section and its record."""
 
-    record: dict
-    section: dict
-    row: dict
+    def __init__(self, row: dict, section: dict, record: dict):
+        super().__init__(row)
+        self.section, self.record = section, record
 
     @property
     def total(self) -> float:
         """Median of one call at a time in us. The host's work is included."""
-        return self.row["total_us"][1]
+        return self["total_us"][1]
 
     @property
     def alone(self) -> float | None:
         """The kernels' time in us, without the host."""
-        return self.row["kernels_us"]
+        return self["kernels_us"]
 
     @property
     def mb(self) -> float:
-        return (self.row["extra_bytes"] or 0) / 1e6
+        return (self["extra_bytes"] or 0) / 1e6
+
+    @property
+    def size(self) -> str:
+        return f"{self.section['size']:,}"
 
     def share(self, us: float | None) -> str:
         """The share of the ceiling that `us` microseconds reach."""
         rate = specs.SPECS[self.section["kernel"]].rate
-        if us is None or self.row[rate.key] is None:
+        if us is None or self[rate.key] is None:
             return "n/a"
-        return per_cent(rate_at(rate, self.row, us) / self.record[rate.ceiling_key])
-
-    def cells(self) -> dict[str, str]:
-        spec, row = specs.SPECS[self.section["kernel"]], self.row
-        us = {name: row[f"{name}_us"] for name in ("forward", "backward")}
-        us |= {"total": self.total, "queued": row["host_us"], "alone": self.alone}
-        cells = {name: microseconds(value) for name, value in us.items()}
-        cells |= {f"{name} %": self.share(us[name]) for name in ("total", "alone")}
-        cells["µs, forward + backward"] = cells["implementation"] = row["implementation"]
-        cells[spec.rows.lower()] = f"{row['tokens']:,}"
-        if len(spec.dimensions) == 1:
-            cells[spec.dimensions[0].name] = f"{self.section['size']:,}"
-        cells["MB"] = cells["extra MB"] = megabytes(row["extra_bytes"])
-        return cells
+        return per_cent(rate_at(rate, self, us) / self.record[rate.ceiling_key])
 
 
-def measured(name: str, tokens: str = "all") -> list[Measured]:
+def measured(name: str, tokens: str = "all") -> tuple[specs.Spec, list[Row]]:
     """The rows of a benchmark's record at some numbers of tokens, with commas between."""
     record = load(f"benchmark_{name}")
     sections = record["sections"]
-    rows = [Measured(record, section, row) for section in sections for row in section["rows"]]
-    wanted = tokens.split(",")
-    return [each for each in rows if tokens == "all" or str(each.row["tokens"]) in wanted]
+    rows = [Row(row, section, record) for section in sections for row in section["rows"]]
+    wanted = [row for row in rows if tokens == "all" or str(row["tokens"]) in tokens.split(",")]
+    return specs.SPECS[sections[0]["kernel"]], wanted
 
 
-def by_size(name: str, tokens: int) -> list[dict[str, Measured]]:
+def by_size(name: str, tokens: int) -> list[dict[str, Row]]:
     """{implementation: row} at so many tokens, of each section of the record."""
     found = {}
-    for each in measured(name, str(tokens)):
-        found.setdefault(id(each.section), {})[each.row["implementation"]] = each
+    for row in measured(name, str(tokens))[1]:
+        found.setdefault(id(row.section), {})[row["implementation"]] = row
     return list(found.values())
 
 
 def benchmark(name: str, tokens: str = "all", which: str = "every") -> str:
     """Times by the three clocks, and the shares of the ceiling; `which`: "short" or "every"."""
-    rows = measured(name, tokens)
-    section = rows[0].section
-    spec = specs.SPECS[section["kernel"]]
+    spec, rows = measured(name, tokens)
     several_sizes = len(rows[0].record["sections"]) > 1  # at one number of tokens
-    size = spec.dimensions[0].name if several_sizes else spec.rows.lower()
-    columns = f"forward | backward | {CLOCKS}"
+    if several_sizes:
+        size = Column(spec.dimensions[0].name, lambda row: row.size)
+    else:
+        size = Column(spec.rows.lower(), "tokens", ",")
+    shares = [
+        Column("total %", lambda row: row.share(row.total)),
+        Column("alone %", lambda row: row.share(row.alone)),
+    ]
+    clocks = [clock(title) for title in CLOCK_KEYS]
     if which == "short":
-        rows = [each for each in rows if each.row["implementation"] in PLAYBOOK]
-        columns = CLOCKS + (" | MB" if section["kernel"] == "cross_entropy" else "")
-    return table([row.cells() for row in rows], f"µs, forward + backward | {size} | {columns}")
+        rows = [row for row in rows if row["implementation"] in PLAYBOOK]
+        clocks = clocks[2:]  # without forward and backward
+        shares += [Column("MB", "extra_bytes", megabytes)] if name == "cross_entropy" else []
+    columns = [Column("µs, forward + backward", "implementation"), size, *clocks, *shares]
+    return Table.of(columns, rows).markdown()
 
 
 def errors(name: str, tokens: str) -> str:
     """Memory beyond the inputs and the errors against float64."""
-    rows = measured(name, tokens)
-    spec, body = specs.SPECS[rows[0].section["kernel"]], []
-    for each in rows:
-        if each.row["implementation"] != specs.HOST_FLOOR:
-            found = each.row["errors"]
-            parts = {f"error {part}": number(found.get(part), ".1e") for part in spec.errors}
-            body.append(each.cells() | parts)
-    columns = ["implementation", spec.rows.lower(), "extra MB", *parts]
-    return table(body, " | ".join(columns))
+    spec, rows = measured(name, tokens)
+    columns = [
+        Column("implementation", "implementation"),
+        Column(spec.rows.lower(), "tokens", ","),
+        Column("extra MB", "extra_bytes", megabytes),
+        *error_columns(spec, "error"),
+    ]
+    judged = [row for row in rows if row["implementation"] != specs.HOST_FLOOR]
+    return Table.of(columns, judged).markdown()
 
 
 def sizes(kernel: str) -> str:
@@ -108,16 +104,15 @@ def sizes(kernel: str) -> str:
     body, others = [], ("QuACK", specs.COMPILED, "Liger-Kernel")
     for rows in by_size(f"{kernel}_sizes", 65_536 if kernel == "rmsnorm" else 8192):
         ours = rows[specs.OURS]
-        size = f"{ours.section['size']:,}"
         if kernel == "rmsnorm":
-            shown = (rows[name] for name in (specs.OURS, *others))
-            body.append((size, *(each.share(each.total) for each in shown)))
-            continue
-        once = ours.section["bytes_per_element"] / 3 * ours.row["tokens"] * ours.section["size"]
-        once_us = once / ours.record["copy_gbs"] / 1e3
-        in_place = times(rows[specs.IN_PLACE].alone / (2 * once_us))
-        ratios = [times(rows[name].alone / ours.alone, 1) for name in (IN_BF16, specs.COMPILED)]
-        body.append((size, per_cent(3 * once_us / ours.alone), in_place, *ratios))
+            cells = [rows[name].share(rows[name].total) for name in (specs.OURS, *others)]
+        else:
+            once = ours.section["bytes_per_element"] / 3 * ours["tokens"] * ours.section["size"]
+            once_us = once / ours.record["copy_gbs"] / 1e3
+            in_place = times(rows[specs.IN_PLACE].alone / (2 * once_us))
+            ratios = (rows[name].alone / ours.alone for name in (IN_BF16, specs.COMPILED))
+            cells = [per_cent(3 * once_us / ours.alone), in_place, *(times(r, 1) for r in ratios)]
+        body.append([ours.size, *cells])
     if kernel == "rmsnorm":
         return table(body, " | ".join(["H, % of the copy rate", specs.OURS, *others]))
     floor = "ours, of the copy rate | in place, × its floor"
@@ -171,8 +166,8 @@ def prediction() -> str:
         ("cross-entropy, 8,192 × 128,256", "cross_entropy", 8192, {specs.EAGER: 36, specs.OURS: 6}),
     ):
         rows = by_size(kernel, tokens)[0]
-        record, section, _ = rows[specs.OURS]
-        byte_us = tokens * section["size"] / record["copy_gbs"] / 1e3  # one byte of each element
+        ours = rows[specs.OURS]  # below: one byte of each element
+        byte_us = tokens * ours.section["size"] / ours.record["copy_gbs"] / 1e3
         found = [(n, n * byte_us, rows[name].total) for name, n in counted.items()]
         for who, (n_bytes, floor, us) in zip(("eager", "ours"), found):
             rates = f"{floor:,.0f}", f"{us:,.0f}", per_cent(floor / us)
@@ -191,7 +186,7 @@ def reverse_kl() -> str:
         us = [f"{rows[name].alone:,.0f}" for name in names]
         gain = times(compiled.alone / ours.alone, 1), ours.share(ours.alone)
         extra = [f"{each.mb:,.0f}" for each in (ours, compiled)]
-        body.append((f"{ours.section['size']:,}", *us, *gain, *extra))
+        body.append((ours.size, *us, *gain, *extra))
     ways = "one tile | remedy 1 | remedy 2 | torch.compile"
     return table(body, f"V | {ways} | gain | of its floor | remedy 1, MB | torch.compile, MB")
 
@@ -246,8 +241,3 @@ def fp8_products() -> str:
         body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
     times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"
     return table(body, f"product, µs | tokens | M × N × K | {times_us}")
-
-
-FUNCTIONS = benchmark, errors, sizes, dtypes, kernels, prediction, reverse_kl, ceilings, targets
-FUNCTIONS += fp8_casts, fp8_products
-TABLES = {function.__name__: function for function in FUNCTIONS}

@@ -3,52 +3,47 @@
 import operator
 import statistics
 
-from harness.model.architecture import flops_per_token
+from harness.cli.tables import Column, Table
+from harness.model.architecture import ModelFacts
 from harness.model.families import EXAMPLES
 from harness.records.spread import spread
+from harness.steps.gpus import OF_BF16, peak_tflops
 from harness.steps.power import joules_per_token
-from harness.steps.timing import datasheet_tflops
 from tools import page_records
 from tools.make_records import RUNS
 from tools.page_records import load, per_cent, short_gpu, size_label, table
 from tools.page_step_tables import run_label
 
-OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 PLACED = "full_baseline_4x2048", "full_all_4x2048", "fp8_all_4x2048", "lora_all_4x2048"
 PLACED += "lora_fp8_bf16_2x4096_times_16", "lora_fp8_all_2x4096_times_16", *RUNS["published"]
-IN_BOTH = "GPU | precision | shape | tokens/s | TFLOP/s | MFU"  # columns
 
 
-def peak_tflops(gpu: str, precision: str) -> float | None:
-    """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
-    bf16 = datasheet_tflops(gpu)
-    return bf16 and bf16 * OF_BF16[precision.split(",")[0]]
-
-
-def speed_cells(row: dict) -> dict[str, str]:
-    """Return a row of published.json, or one of ours, by the one formula that the page prints."""
-    rate = row["tokens_per_second_per_gpu"]
+def tflops(row: dict) -> float:
+    """Return the TFLOP/s of a row of published.json, or of ours, by the page's one formula."""
     config = EXAMPLES[row["model"]].example_config()
-    tflops = rate * flops_per_token(config, row["seq_len"]) / 1e12
+    flops = ModelFacts(config).flops_per_token(row["seq_len"])
+    return row["tokens_per_second_per_gpu"] * flops / 1e12
+
+
+def utilization(row: dict) -> float | None:
     peak = peak_tflops(row["gpu"], row["precision"])
-    return {
-        "precision": row["precision"],
-        "shape": size_label(row),
-        "tokens/s": f"{rate:,.0f}",
-        "TFLOP/s": f"{tflops:,.0f}",
-        "MFU": per_cent(tflops / peak) if peak else "–",
-    }
+    return peak and tflops(row) / peak
+
+
+IN_BOTH = [
+    Column("GPU", lambda row: f"{row.get('gpus', '')} {short_gpu(row['gpu'])}".strip()),
+    Column("precision", "precision"),
+    Column("shape", size_label),
+    Column("tokens/s", "tokens_per_second_per_gpu", ",.0f"),
+    Column("TFLOP/s", tflops, ",.0f"),
+    Column("MFU", utilization, per_cent, missing="–"),
+]
 
 
 def published() -> str:
     """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU."""
-    body = [
-        {"source": row["source"], "GPU": f"{row['gpus']} {short_gpu(row['gpu'])}"}
-        | speed_cells(row)
-        | {"not like for like": row["differs"]}
-        for row in load("published")["rows"]
-    ]
-    return table(body, f"source | {IN_BOTH} | not like for like")
+    columns = [Column("source", "source"), *IN_BOTH, Column("not like for like", "differs")]
+    return Table.of(columns, load("published")["rows"]).markdown()
 
 
 def published_sources() -> str:
@@ -72,19 +67,18 @@ def published_peaks() -> str:
 
 def published_ours() -> str:
     """Our own runs in the same columns, and their energy; a run without record has no row."""
-    body = []
+    rows = []
     for run in (load(name) for name in PLACED if (page_records.RESULTS / f"{name}.json").exists()):
         precision = ("FP8" if run.get("fp8") else "bf16") + ", LoRA" * ("lora_rank" in run)
         row = run | {"precision": precision, "gpu": run["environment"]["gpu"]}
-        row["tokens_per_second_per_gpu"] = run["tokens_per_second"]
-        joules = joules_per_token(run)
-        body.append(
-            {"ours": run_label(run), "GPU": short_gpu(row["gpu"])}
-            | speed_cells(row)
-            | {"W": f"{run['power']['watts']:,.0f}" if joules else "–"}
-            | {"mJ a token": f"{1e3 * joules:.1f}" if joules else "–"}
-        )
-    return table(body, f"ours | {IN_BOTH} | W | mJ a token")
+        rows.append(row | {"tokens_per_second_per_gpu": run["tokens_per_second"]})
+    columns = [
+        Column("ours", run_label),
+        *IN_BOTH,
+        Column("W", lambda run: run.get("power") and run["power"]["watts"], ",.0f", "–"),
+        Column("mJ a token", joules_per_token, lambda joules: f"{1e3 * joules:.1f}", "–"),
+    ]
+    return Table.of(columns, rows).markdown()
 
 
 def weight_values() -> str:
@@ -104,7 +98,3 @@ def weight_values() -> str:
             loss = f"{statistics.median(r['loss'] for r in rounds):.2f}"
             body.append((f"{precision}, {way}", *cells, loss, ratio if way == "trained" else ""))
     return table(body, "weights | step, ms | p20–p80 | W | MHz | loss | over random, by rounds")
-
-
-FUNCTIONS = published, published_sources, published_peaks, published_ours, weight_values
-TABLES = {function.__name__: function for function in FUNCTIONS}

@@ -1,17 +1,20 @@
-"""The records behind the pages, and the renderer of the pages' tables.
+"""The records behind the pages: how a page names them, writes their figures and says their source.
 
-A table is a list of rows and a line of columns. A row is a dict whose keys are the columns' headers
-or a tuple of all cells.
+The source is the line below a block or table:
+
+> [H200, torch 2.11.0, triton 3.6.0, commit](record) and N others: `command that makes them again`
 """
 
 import json
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.cli.tables import Column, Table
 from harness.records.spread import Range, spread, timed, unless_same
+from tools.make_records import COMMANDS, HERE, RUNS
 
-HERE = Path(__file__).parents[1]  # the project's folder
 RESULTS = HERE / "results"
 COLUMNS = 120  # of a page
 LOADED: dict[str, None] = {}  # in this order since it was last cleared
@@ -23,19 +26,9 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def table(rows: Iterable[dict | tuple], columns: str) -> str:
-    """Return a Markdown table that reads well as raw text; `columns` are headers with "|" between.
-
-    The first column is left-aligned, the others are right-aligned.
-    """
-    headers = [header.strip() for header in columns.split("|")]
-    rows = [[row[each] for each in headers] if isinstance(row, dict) else row for row in rows]
-    shown = []
-    for place, column in enumerate(zip(headers, *rows)):
-        width = max(len(cell) for cell in column)
-        cells = [f" {cell.rjust(width) if place else cell.ljust(width)} " for cell in column]
-        shown.append([cells[0], "-" * (width + 1) + (":" if place else "-"), *cells[1:]])
-    return "\n".join(f"|{'|'.join(line)}|" for line in zip(*shown))
+def table(rows: Iterable[Sequence[str]], headers: str) -> str:
+    """Return a page's table of rows of cells; `headers` have "|" between."""
+    return Table([header.strip() for header in headers.split("|")], [*rows]).markdown()
 
 
 def short_gpu(name: str) -> str:
@@ -87,8 +80,58 @@ class Step(NamedTuple):
         return unless_same(words, self.range, other.range)
 
 
-def step_cells(record: dict) -> dict[str, str]:
-    """Return a run's time as the pages' columns."""
-    step = Step.of(record)
-    cells = {"step, ms": f"{step.ms:,.1f}", "p20–p80": step.between(1)}
-    return cells | {"busy, ms": f"{record['busy_ms']:,.1f}"}
+def step_columns(digits: int = 1) -> list[Column]:
+    """Return the columns of a run's time."""
+    return [
+        Column("step, ms", lambda run: f"{Step.of(run).ms:,.{digits}f}"),
+        Column("p20–p80", lambda run: Step.of(run).between(digits)),
+    ]
+
+
+# ---------------------------------------------------------------- where figures come from
+
+# Their programs have left: results/log.md names the commit that holds each.
+ANSWERED = "fp8_costs", "fp8_inputs_4x2048", "trace_fsdp_4x2048", "weight_values"
+ANSWERED += ("weight_values_fp8",)
+SINGLY = 2  # more records are made again by the names of their groups
+
+
+def machine(environment: dict) -> str:
+    """Return the GPU and the versions of a record, in short."""
+    gpu = short_gpu(environment["gpu"]) if environment["gpu"] else "CPU"
+    versions = (f"{name} {environment[name].partition('+')[0]}" for name in ("torch", "triton"))
+    return ", ".join([gpu, *versions])
+
+
+def short_commit(environment: dict) -> str:
+    """Return the commit of a record, with "+" if files differed from it."""
+    commit = environment["commit"]
+    return commit[:7] + "+" * commit.endswith("+")
+
+
+def command(names: list[str]) -> str:
+    """Return what makes these records again, and others of their groups where they are many."""
+    groups = [group for group, runs in RUNS.items() if runs.keys() & {*names}]
+    return " ".join(["python -m tools.make_records", *(groups if len(names) > SINGLY else names)])
+
+
+def source(names: Iterable[str], page: Path) -> str:
+    """Return the line for what was computed from these records; "" if there is none to give.
+
+    There is none without records, and for records that neither `tools.make_records` nor ANSWERED
+    knows.
+    """
+    names = list(names)
+    if not names or not COMMANDS.keys() | {*ANSWERED} >= {*names}:
+        return ""
+    made = [load(name)["environment"] for name in names]
+    facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(map(short_commit, made))
+    place = "results" if page.name == "README.md" else "../results"
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}:"
+    runs = [name for name in names if name not in ANSWERED]
+    again = f"`{command(runs)}`" if runs else f"[the log]({place}/log.md) has the program's commit"
+    *lines, last = textwrap.wrap(words, COLUMNS - 2)
+    fits = len(f"> {last} {again}") <= COLUMNS
+    lines += [f"{last} {again}"] if fits else [last, again]
+    return "\n".join(f"> {line}" for line in lines)

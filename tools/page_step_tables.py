@@ -9,8 +9,8 @@ import json
 from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.cli.flags import FP8_ALL, OPPONENTS
 from harness.cli.processes import PARALLEL
-from harness.cli.tables import number
-from harness.model.architecture import parameter_count
+from harness.cli.tables import Column, Table
+from harness.model.architecture import ModelFacts
 from harness.model.families import FAMILIES
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
@@ -23,13 +23,13 @@ from tools.page_records import (
     gb,
     in_words,
     load,
+    short_commit,
     short_gpu,
     size_label,
-    step_cells,
+    step_columns,
     table,
     times,
 )
-from tools.page_sources import short_commit
 
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
@@ -43,6 +43,25 @@ SHORT_NAMES = {  # for a column that must not be wide
     OPPONENTS["torchao-tensorwise"]: "torchao",
     OPPONENTS["torchao-rowwise"]: "torchao, rows",
 }
+
+
+BUSY = Column("busy, ms", "busy_ms", ",.1f")
+SPEED = Column("tokens/s", "tokens_per_second", ",.0f")
+PEAK = Column("peak, GB", "peak_memory_bytes", gb)
+
+
+def labelled(names: dict[str, str]) -> list[dict]:
+    """Return the records of {label: name}, each with its label."""
+    return [load(name) | {"label": label} for label, name in names.items()]
+
+
+def gain_over(first: dict) -> Column:
+    return Column("gain", lambda run: "" if run is first else Step.of(first).over(Step.of(run)))
+
+
+def loss_at(title: str, place: int, write: str) -> Column:
+    """Return the column of a step's loss."""
+    return Column(title, lambda run: run["losses"][place], write)
 
 
 # ---------------------------------------------------------------- the table of gains
@@ -115,43 +134,41 @@ def gains() -> str:
 
 # ---------------------------------------------------------------- the ladder
 
-BESIDE_THE_BASELINE = "step, ms | p20–p80 | busy | tokens/s | GB | loss diff."
 
+def beside_the_baseline(base: dict) -> list[Column]:
+    def speed(rung: dict) -> str:
+        ratio = rung["tokens_per_second"] / base["tokens_per_second"]
+        is_base = rung["name"] == base["name"]
+        return times(ratio) if is_base else Step.of(base).over(Step.of(rung), ratio)
 
-def beside_the_baseline(rung: dict, base: dict) -> dict[str, str]:
-    cells = step_cells(rung)
-    speed = rung["tokens_per_second"] / base["tokens_per_second"]
-    return cells | {
-        "busy": cells["busy, ms"],
-        "tokens/s": times(speed) if rung is base else Step.of(base).over(Step.of(rung), speed),
-        "GB": gb(rung["peak_memory_bytes"]),
-        "loss diff.": f"{max(relative_differences(base, rung)):.1e}",
-    }
+    return [
+        *step_columns(),
+        BUSY._replace(title="busy"),
+        Column("tokens/s", speed),
+        PEAK._replace(title="GB"),
+        Column("loss diff.", lambda rung: max(relative_differences(base, rung)), ".1e"),
+    ]
 
 
 def ladder_table(size: str) -> str:
     """The rungs, in the columns that a page has room for."""
     rungs, _ = ladder.blocks(load(f"ladder_{size}"))
-    body = [
-        {"rung": name, "predicted, ms": number(predicted, missing="")}
-        | {"gained, ms": number(gained, missing="")}
-        | beside_the_baseline(rung, rungs[0])
-        for rung, (name, predicted, gained) in zip(rungs, ladder.gains(rungs))
-    ]
-    return table(body, f"rung | predicted, ms | gained, ms | {BESIDE_THE_BASELINE}")
+    named = (dict(zip(("rung", "predicted", "gained"), each)) for each in ladder.gains(rungs))
+    columns = [Column(f"{key}, ms", key, ",.1f", missing="") for key in ("predicted", "gained")]
+    columns = [Column("rung", "rung"), *columns, *beside_the_baseline(rungs[0])]
+    return Table.of(columns, [rung | more for rung, more in zip(rungs, named)]).markdown()
 
 
 def others(size: str) -> str:
     """The runs beside the rungs."""
     (base, *_), runs = ladder.blocks(load(f"ladder_{size}"))
-    body = [{"others": run["name"]} | beside_the_baseline(run, base) for run in runs]
-    return table(body, f"others | {BESIDE_THE_BASELINE}")
+    return Table.of([Column("others", "name"), *beside_the_baseline(base)], runs).markdown()
 
 
 def graphs(size: str) -> str:
     """The baseline, two kernels and all of them, each launched by the host and in a CUDA graph."""
     record = load(f"ladder_{size}")
-    runs = {rung["name"]: step_cells(rung) for rung in record["rungs"]}
+    runs = {rung["name"]: rung for rung in record["rungs"]}
     (*_, all_kernels, _), _ = ladder.blocks(record)
     two, body = " + ".join(PLAYBOOK_KERNELS), []
     for label, *names in (
@@ -160,8 +177,9 @@ def graphs(size: str) -> str:
         ("all kernels", all_kernels["name"], ladder.CUDA_GRAPH),
     ):
         body.append([label])
-        for ms, between, busy in (runs[name].values() for name in names):
-            body[-1] += [f"{ms} ({between})", busy]
+        for run in (runs[name] for name in names):
+            ms, between = (column.cell(run) for column in step_columns())
+            body[-1] += [f"{ms} ({between})", BUSY.cell(run)]
     eager, graph = (f"{way}, ms (p20–p80) | GPU busy, ms" for way in ("eager", "CUDA graph"))
     return table(body, f"step {in_words(size)} | {eager} | {graph}")
 
@@ -191,20 +209,14 @@ def runs(size: str, *names: str) -> str:
     """
     records = [load(f"{name}_{size}") for name in names]
     first, last = records[0], records[-1]
-    body = [
-        step_cells(run)
-        | {
-            size_label(first): run_label(run),
-            "tokens/s": f"{run['tokens_per_second']:,.0f}",
-            "gain": "" if run is first else Step.of(first).over(Step.of(run)),
-            "over it": "" if run is last else Step.of(run).over(Step.of(last)),
-            "GB": gb(run["peak_memory_bytes"], 2),
-        }
-        for run in records
-    ]
-    gains = "gain | over it" if len(records) > 2 else "gain"
-    columns = f"step, ms | p20–p80 | busy, ms | tokens/s | {gains} | GB"
-    return table(body, f"{size_label(first)} | {columns}")
+
+    def over_last(run: dict) -> str:
+        return "" if run is last else Step.of(run).over(Step.of(last))
+
+    columns = [Column(size_label(first), run_label), *step_columns(), BUSY, SPEED, gain_over(first)]
+    columns += [Column("over it", over_last)] if len(records) > 2 else []
+    columns += [Column("GB", lambda run: gb(run["peak_memory_bytes"], 2))]
+    return Table.of(columns, records).markdown()
 
 
 def lora_fp8() -> str:
@@ -233,10 +245,10 @@ def parts(*names: str) -> str:
 def compare(before_name: str, after_name: str, rows: str = "") -> str:
     """Two profiles in few columns; `rows`: the last words of the rows shown, all unless given."""
     found = compare_profiles.categories(load(before_name), load(after_name))
-    headers, *body = ([*row[:5], *row[7:]] for row in found)
-    body = [tuple(cell.replace(" to ", "–") for cell in row) for row in body]
+    few = found.columns([*range(5), *range(7, len(found.headers))])
+    body = [[cell.replace(" to ", "–") for cell in row] for row in few.rows]
     body = [row for row in body if not rows or row[0].split()[-1] in rows.split(",")]
-    return table(body, " | ".join(headers))
+    return few._replace(rows=body).markdown()
 
 
 # ---------------------------------------------------------------- memory and several GPUs
@@ -277,7 +289,7 @@ def families() -> str:
         norms = "q, k" if family.head_norms else ""
         biases = ", ".join(name.removesuffix("_proj") for name in family.bias)
         rotation = "not in every layer" if family.rotates else "in every layer"
-        billions = parameter_count(family.example_config()) / 1e9
+        billions = ModelFacts(family.example_config()).parameters / 1e9
         name = f"`{family.example}`", f"{billions:.1f} · 10⁹"
         body.append((f"`{family.model_type}`", *name, norms, biases, rotation))
     return table(body, "family | example | parameters | norms over heads | biases | rotation")
@@ -313,7 +325,7 @@ def peaks(*names: str) -> str:
 def frontier_table() -> str:
     """Memory against time."""
     rows = load("frontier")["rows"]
-    return table([frontier.cells(row, rows) for row in rows], " | ".join(frontier.HEADERS))
+    return Table(frontier.HEADERS, [frontier.cells(row, rows) for row in rows]).markdown()
 
 
 def longest() -> str:
@@ -331,7 +343,7 @@ def longest() -> str:
 def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
     records = load(f"{study}_1"), load(f"{study}_{parallel}_2")
-    return table(scaling_tables.body(*records), " | ".join(scaling_tables.columns(records[1])))
+    return Table(scaling_tables.columns(records[1]), scaling_tables.body(*records)).markdown()
 
 
 def crossovers() -> str:
@@ -383,46 +395,41 @@ def quality() -> str:
 def distillation() -> str:
     """The small students, on a CPU."""
     teacher = load("distill_teacher_tiny")["validation_loss_after"]
-    body = [("the teacher", "", "", "", f"{teacher:.2f}")]
-    names = {
+    students = {
         "its first layer": "distill_tiny_first_layer",
         "a layer with random weights": "distill_tiny",
     }
-    for label, name in names.items():
-        run = load(name)
-        validated = [run[f"validation_loss_{when}"] for when in ("before", "after")]
-        losses = run["losses"][0], run["losses"][-1], *validated
-        body.append((label, *(f"{loss:.2f}" for loss in losses)))
-    return table(body, " | reverse KL in step 1 | in step 20 | validation loss before | after")
+    columns = [
+        Column("", "label"),
+        loss_at("reverse KL in step 1", 0, ".2f"),
+        loss_at("in step 20", -1, ".2f"),
+        Column("validation loss before", "validation_loss_before", ".2f"),
+        Column("after", "validation_loss_after", ".2f"),
+    ]
+    found = Table.of(columns, labelled(students))
+    rows = [["the teacher", "", "", "", f"{teacher:.2f}"], *found.rows]
+    return found._replace(rows=rows).markdown()
 
 
 def distillation_8b() -> str:
     """The large student, with and without the kernels."""
-    body = []
-    for kernels, name in (("all", "distill_8b"), ("none", "distill_8b_none")):
-        run = load(name)
-        step, losses = Step.of(run), (f"{run['losses'][i]:.3f}" for i in (0, -1))
-        times = f"{step.ms:.0f}", step.between(), gb(run["peak_memory_bytes"])
-        body.append((f"`--kernels {kernels}`", *times, *losses))
-    return table(body, " | step, ms | p20–p80 | peak, GB | reverse KL in step 1 | in step 20")
+    runs = labelled({"`--kernels all`": "distill_8b", "`--kernels none`": "distill_8b_none"})
+    losses = [loss_at("reverse KL in step 1", 0, ".3f"), loss_at("in step 20", -1, ".3f")]
+    return Table.of([Column("", "label"), *step_columns(0), PEAK, *losses], runs).markdown()
 
 
 def trainer() -> str:
     """TRL's SFTTrainer by whose layers and whose loss; gain: over the first row."""
-    rows = {
+    runs = labelled({
         "`--kernels none`": "sft_none",
         "`--opponent liger`": "sft_liger",
         "the layers' kernels": "sft_layers",
         "`--kernels all`": "sft_all",
-    }
-    records, body = [load(name) for name in rows.values()], []
-    for label, run in zip(rows, records):
-        step, losses = Step.of(run), (f"{run['losses'][i]:.4f}" for i in (0, -1))
-        cells = f"{step.ms:.1f}", step.between(1), f"{run['tokens_per_second']:,.0f}"
-        gain = "" if run is records[0] else Step.of(records[0]).over(step)
-        body.append((label, *cells, gain, gb(run["peak_memory_bytes"]), *losses))
-    columns = "step, ms | p20–p80 | tokens/s | gain | peak, GB | loss, step 1 | step 8"
-    return table(body, f"{size_label(records[0])}, LoRA | {columns}")
+    })  # fmt: skip
+    columns = [Column(f"{size_label(runs[0])}, LoRA", "label"), *step_columns(), SPEED]
+    columns += [gain_over(runs[0]), PEAK]
+    columns += [loss_at("loss, step 1", 0, ".4f"), loss_at("step 8", -1, ".4f")]
+    return Table.of(columns, runs).markdown()
 
 
 def traces() -> str:
@@ -440,9 +447,3 @@ def traces() -> str:
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
     return table(body, "trace | on | commit | kernels, copies | step, ms | kB")
-
-
-FUNCTIONS = gains, others, graphs, runs, parts, compare, gpus, cards, peaks, longest, crossovers
-FUNCTIONS += lora_fp8, traces, trainer, families, durations, quality, distillation, distillation_8b
-TABLES = {"ladder": ladder_table, "frontier": frontier_table, "scaling": scaling_table}
-TABLES |= {function.__name__: function for function in FUNCTIONS}

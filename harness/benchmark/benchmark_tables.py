@@ -2,7 +2,7 @@
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
-from harness.cli.tables import NO_GPU_NOTE, number, table, title
+from harness.cli.tables import NO_GPU_NOTE, Column, Table, number, title
 from harness.records.run_records import ceilings_card, gpu_line
 
 
@@ -43,6 +43,26 @@ CLOCKS = (
     "Total: one call at a time after flushing the cache, which hides part of the host's work",
     "Queued: calls queued back to back; Alone: the kernels in a CUDA graph, without the host",
 )
+CLOCK_KEYS = {  # what a table's columns are called: a row's key, or a function of the row
+    "forward": "forward_us",
+    "backward": "backward_us",
+    "total": lambda row: row["total_us"][1],
+    "queued": "host_us",
+    "alone": "kernels_us",
+}
+
+
+def clock(title: str) -> Column:
+    """Return the column of a time; its title may begin with a capital letter."""
+    return Column(title, CLOCK_KEYS[title.lower()], microseconds)
+
+
+def error_columns(spec: specs.Spec, title: str) -> list[Column]:
+    """Return the columns of the errors against float64."""
+    return [
+        Column(f"{title} {part}", lambda row, part=part: row["errors"].get(part), ".1e")
+        for part in spec.errors
+    ]
 
 
 PLAYBOOK = {  # kernel: title, columns
@@ -82,7 +102,7 @@ def playbook_table(record: dict, section: dict) -> str:
         cells["Speedup"] = ratio(eager["total_us"][1], ours["total_us"][1], ".2f")
         cells["Mem Reduction"] = ratio(eager["extra_bytes"], ours["extra_bytes"], ".1f")
         body.append([cells[header] for header in headers])
-    return "\n".join([*lines, ONE_CALL, "", table(headers, body, ["right"] * len(headers))])
+    return "\n".join([*lines, ONE_CALL, "", Table(headers, body, ["right"] * len(headers)).text()])
 
 
 def full_table(record: dict, section: dict) -> str:
@@ -105,27 +125,23 @@ def full_table(record: dict, section: dict) -> str:
         *CLOCKS,
         f"First call (compilation): {'n/a' if compilation is None else f'{compilation:.1f} s'}",
     ]
-    columns = {
-        spec.rows: lambda row: f"{row['tokens']:,}",
-        "Implementation": lambda row: row["implementation"],
-        "Forward": lambda row: microseconds(row["forward_us"]),
-        "Backward": lambda row: microseconds(row["backward_us"]),
-        "Total p20 / p50 / p80": lambda row: " / ".join(map(microseconds, row["total_us"])),
-        "Queued": lambda row: microseconds(row["host_us"]),
-        "Alone": lambda row: microseconds(row["kernels_us"]),
-        spec.rate.name: lambda row: number(row[spec.rate.key], spec.rate.format),
-        f"% of {spec.rate.ceiling}": lambda row: share(record, section, row),
-        "Extra MB": lambda row: megabytes(row["extra_bytes"]),
-    }
-    headers = [*columns, *(f"Error {part}" for part in spec.errors)]
     body = []
     for rows in rows_by_tokens(section).values():
-        body += [[""] * len(headers)] if body else []
-        for row in rows.values():
-            errors = (number(row["errors"].get(part), ".1e") for part in spec.errors)
-            body.append([*(cell(row) for cell in columns.values()), *errors])
-    align = ["right", "left"] + ["right"] * (len(headers) - 2)
-    return "\n".join([*lines, "", table(headers, body, align, keys=2)])
+        body += [*([None] if body else []), *rows.values()]
+    columns = [
+        Column(spec.rows, "tokens", ",", align="right"),
+        Column("Implementation", "implementation", align="left"),
+        clock("Forward"),
+        clock("Backward"),
+        Column("Total p20 / p50 / p80", lambda row: " / ".join(map(microseconds, row["total_us"]))),
+        clock("Queued"),
+        clock("Alone"),
+        Column(spec.rate.name, spec.rate.key, spec.rate.format),
+        Column(f"% of {spec.rate.ceiling}", lambda row: share(record, section, row)),
+        Column("Extra MB", "extra_bytes", megabytes),
+        *error_columns(spec, "Error"),
+    ]
+    return "\n".join([*lines, "", Table.of(columns, body, keys=2).text()])
 
 
 def summary_table(record: dict, kernel: str) -> str:
@@ -139,7 +155,7 @@ def summary_table(record: dict, kernel: str) -> str:
     headers += [f"{COMPILED} (us)", f"{COMPILED} / {OURS}", "alone"]
     body = []
     for section in sections:
-        body += [[""] * len(headers)] if body else []
+        body += [[]] if body else []
         for tokens, rows in rows_by_tokens(section).items():
             total = {name: row["total_us"][1] for name, row in rows.items()}
             cells = [f"{n:,}" for n in (*specs.numbers(section["size"]), tokens)]
@@ -155,7 +171,7 @@ def summary_table(record: dict, kernel: str) -> str:
         f"{ONE_CALL} Alone: the kernels without the host.",
     ]
     keys = len(spec.dimensions) + 1
-    return "\n".join([*lines, table(headers, body, ["right"] * len(headers), keys)])
+    return "\n".join([*lines, Table(headers, body, ["right"] * len(headers), keys).text()])
 
 
 def render(record: dict) -> str:

@@ -106,14 +106,9 @@ def existing(path: str) -> str:
     return path
 
 
-def room_in(folder: str) -> int:
-    """Return the bytes that are free where a folder is or would be made."""
-    return shutil.disk_usage(existing(os.path.realpath(folder))).free
-
-
 def require_room(flag: str, folder: str, n: int, n_bytes: int, advice: str) -> None:
     """Refuse a disk without room for `n` times so many bytes; changes nothing."""
-    free = room_in(folder)
+    free = shutil.disk_usage(existing(os.path.realpath(folder))).free
     if n * n_bytes > free:
         given = f"{flag} {folder} has {free / 1e9:,.3g} GB of room"
         raise UserError(f"{given}, expected {n} x {n_bytes / 1e9:,.3g}: free some, {advice}")

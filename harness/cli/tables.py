@@ -1,6 +1,8 @@
-"""How results are shown: titles, tables and numbers as text, pictures as PNG files."""
+"""How results are shown: titles, tables and numbers as text or Markdown, pictures as PNG files."""
 
 import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import tabulate
 
@@ -24,30 +26,79 @@ def title(text: str, on_gpu: bool | str | None = True) -> str:
     return f"{RULE}\n{text}{'' if on_gpu else NOT_MEANINGFUL}\n{RULE}"
 
 
-def table(
-    headers: list[str], rows: list[list], align: list[str] | None = None, keys: int = 1
-) -> str:
-    """Return a plain table.  Unless told, only the first column is aligned left.
+class Column(NamedTuple):
+    """A table's column: its title, and what stands in it of a row."""
 
-    A table wider than TERMINAL goes on below, with its first `keys` columns once more.
-    """
-    align = align or ["left"] + ["right"] * (len(headers) - 1)
+    title: str
+    value: str | Callable  # a key of the row, or a function of the row
+    write: str | Callable[..., str] = ""  # a format, or a function of the value
+    missing: str = "n/a"  # where there is no such value
+    align: str = ""  # "left" or "right"; unless given, left for the first column alone
 
-    def plain(columns: list[int]) -> str:
-        kept = [[row[i] if i < len(row) else "" for i in columns] for row in rows]
-        names, sides = ([each[i] for i in columns] for each in (headers, align))
-        return tabulate.tabulate(
-            kept, headers=names, tablefmt="simple", colalign=sides, disable_numparse=True
+    def cell(self, row) -> str:
+        value = self.value(row) if callable(self.value) else row.get(self.value)
+        if value is not None and callable(self.write):
+            return self.write(value)
+        return number(value, self.write, self.missing)
+
+
+class Table(NamedTuple):
+    """Headers and rows of cells, which are printed as text or as Markdown."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]  # missing cells at the end of a row are empty
+    align: Sequence[str] | None = None  # as a Column's
+    keys: int = 1  # columns that a table in several parts repeats
+
+    @classmethod
+    def of(cls, columns: Sequence[Column], rows: Iterable, keys: int = 1) -> "Table":
+        """Return the columns of these rows; a row of None is empty."""
+        cells = [[] if row is None else [column.cell(row) for column in columns] for row in rows]
+        titles, *_, align = zip(*columns)
+        return cls(titles, cells, align, keys)
+
+    def columns(self, places: Iterable[int]) -> "Table":
+        """Return the table of these columns alone."""
+        headers, *rows = (
+            [row[i] if i < len(row) else "" for i in places] for row in (self.headers, *self.rows)
         )
+        align = self.align or [""] * len(self.headers)
+        return Table(headers, rows, [align[i] or ("right" if i else "left") for i in places])
 
-    blocks, shown = [], [*range(keys)]
-    for column in range(keys, len(headers)):
-        wider = plain([*shown, column]).split("\n")
-        if len(shown) > keys and max(map(len, wider)) > TERMINAL:
-            blocks.append(plain(shown))
-            shown = [*range(keys)]
-        shown.append(column)
-    return "\n\n".join([*blocks, plain(shown)])
+    def text(self) -> str:
+        """Return the plain table.
+
+        One that is wider than TERMINAL goes on below, with its first `keys` columns once more.
+        """
+
+        def plain(places: list[int]) -> str:
+            headers, rows, align, _ = self.columns(places)
+            how = {"tablefmt": "simple", "disable_numparse": True}
+            return tabulate.tabulate(rows, headers=headers, colalign=align, **how)
+
+        blocks, shown = [], [*range(self.keys)]
+        for column in range(self.keys, len(self.headers)):
+            wider = plain([*shown, column]).split("\n")
+            if len(shown) > self.keys and max(map(len, wider)) > TERMINAL:
+                blocks.append(plain(shown))
+                shown = [*range(self.keys)]
+            shown.append(column)
+        return "\n\n".join([*blocks, plain(shown)])
+
+    def markdown(self) -> str:
+        """Return the table as a page has it, which reads well as raw text too."""
+        headers, rows, *_ = self.columns(range(len(self.headers)))
+        shown = []
+        for place, column in enumerate(zip(headers, *rows)):
+            width = max(map(len, column))
+            cells = [f" {cell.rjust(width) if place else cell.ljust(width)} " for cell in column]
+            shown.append([cells[0], "-" * (width + 1) + (":" if place else "-"), *cells[1:]])
+        return "\n".join(f"|{'|'.join(line)}|" for line in zip(*shown))
+
+
+def table(*args, **keywords) -> str:
+    """Return a Table's text."""
+    return Table(*args, **keywords).text()
 
 
 def number(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:

@@ -7,16 +7,25 @@ no PyTorch: `--help` and the comparison of records need none.
 import argparse
 import os
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 
 from harness.cli import adapter_config, flags
 from harness.cli.command_line import UserError, flag_name
-from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, OPPONENTS, SEQ_LEN, TINY
+from harness.cli.flags import DEFAULT_MODEL, DTYPE, FP8_ALL, FP8_COMPACT, OPPONENTS, SEQ_LEN, TINY
 from harness.cli.output_files import check_outputs
 from harness.cli.processes import FSDP, world_size
 
 PATHS = "model", "teacher", "data", "adapter"  # settings whose value may be a path
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
+
+
+class Frozen(Enum):
+    """How frozen weights are kept, if not in the model's dtype; a value is what a user reads."""
+
+    NF4 = "nf4"
+    FP8 = "fp8 all"
+    FP8_COMPACT = "fp8 compact"
 
 
 @dataclass(frozen=True)
@@ -72,14 +81,13 @@ class Workload:
         return self.batch_size * (self.world_size or 1)
 
     @property
-    def frozen_as(self) -> str | None:
-        """Return how frozen weights are kept: "nf4", "fp8 all", "fp8 compact"; None: as they are.
-
-        Where all weights are trained, none is frozen.
-        """
+    def frozen_as(self) -> Frozen | None:
+        """Return how frozen weights are kept; None: as they are, or all weights are trained."""
         if self.lora_rank is None:
             return None
-        return self.quantize or (f"fp8 {self.fp8}" if self.fp8 else None)
+        if self.quantize:
+            return Frozen.NF4
+        return {FP8_ALL: Frozen.FP8, FP8_COMPACT: Frozen.FP8_COMPACT}.get(self.fp8)
 
     @property
     def is_unsloths(self) -> bool:

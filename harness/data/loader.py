@@ -4,9 +4,8 @@ The host launches a step and then builds the next step's batches, while the GPU 
 their copy from pinned memory, which the GPU reads by itself, on a stream of its own.  The step's
 clock runs until both the step and the copy are done.
 
-There is no worker process: all tokens are in memory, and to lay out a batch takes less time than to
-receive a batch from another process.  The DataLoader's `num_workers` is for data that take long to
-read.
+There is no worker process, as PyTorch's DataLoader has: all tokens are in memory, and to lay out a
+batch takes less time than to receive it from another process.
 """
 
 import itertools
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator
 
 import torch
-from torch.utils.data import DataLoader
 
 from harness.cli import processes
 from harness.cli.device import DEVICE, HAS_GPU
@@ -32,12 +30,9 @@ class Loader:
     """
 
     def __init__(self, batches: Batches, per_step: int, steps_done: int = 0):
-        # With a generator of its own the DataLoader draws nothing from PyTorch's.  Batches that are
-        # not in `sampler`, such as those of steps done, are never built.
-        options = {"pin_memory": HAS_GPU, "generator": torch.Generator()}
-        done = steps_done * per_step * processes.world_size()
-        options["sampler"] = range(done + processes.rank(), len(batches), processes.world_size())
-        self.batches = iter(DataLoader(batches, batch_size=None, **options))
+        done = steps_done * per_step * processes.world_size()  # those batches are never built
+        own = range(done + processes.rank(), len(batches), processes.world_size())
+        self.batches = (batches[i].pin_memory() if HAS_GPU else batches[i] for i in own)
         self.per_step = per_step
         self.stream = torch.cuda.Stream() if HAS_GPU else None
         self.taken: list[Batch] = []

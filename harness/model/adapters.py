@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from harness.cli.adapter_config import ATTENTION, CONFIG, SHARING, WEIGHTS, projections
+from harness.cli.adapter_config import ATTENTION, CONFIG, WEIGHTS, projections
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload, draws_weights, same_place
+from harness.cli.workload import Frozen, Workload, draws_weights, same_place
 from harness.model import architecture
-from harness.model.architecture import TORCH_DTYPES, projection_shapes
-from harness.model.config_file import reading
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
+from harness.model.config_file import misfits_in_words, reading
 
 BASE = "base_model"  # in the metadata of adapters' file, which peft does not read
 NAME = "default"  # of the adapters in peft's modules: there may be several, and here is one
@@ -86,22 +86,17 @@ def read_adapters(workload: Workload, config) -> dict[str, torch.Tensor]:
     with reading(f"the weights of --adapter {folder}"):
         found, base = load_file(f"{folder}/{WEIGHTS}"), said_of_base(folder)
     shapes = {}
-    for name, (rows, columns) in projection_shapes(config).items():
+    for name, (rows, columns) in ModelFacts(config).shapes.items():
         part = "self_attn" if name in ATTENTION else "mlp"
         if name in projections(workload.lora_targets):
             for layer in range(config.num_hidden_layers):
                 prefix = f"{FILE_PREFIX}model.layers.{layer}.{part}.{name}"
                 shapes[f"{prefix}.lora_A.weight"] = rank, columns
                 shapes[f"{prefix}.lora_B.weight"] = rows, rank
-    there = shapes.keys() & found.keys()
-    misfits = {
-        "missing": sorted(shapes.keys() - found.keys()),
-        "not part of that model": sorted(found.keys() - shapes.keys()),
-        "of another shape": sorted(name for name in there if shapes[name] != found[name].shape),
-    }
-    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    misshapen = [n for n, shape in shapes.items() if n in found and found[n].shape != shape]
+    said = misfits_in_words(shapes.keys() - found.keys(), found.keys() - shapes.keys(), misshapen)
     if said:
-        given = f"--adapter {folder} does not fit {workload.model}: {'; '.join(said)}"
+        given = f"--adapter {folder} does not fit {workload.model}: {said}"
         raise UserError(f"{given}: give the --model that it was trained with")
     if base and (different := architecture.computing_differences(base["config"], config)):
         given = f"--adapter {folder} was trained with another config.json of its model"
@@ -131,8 +126,8 @@ def said_of_base(folder: str) -> dict:
 
 def kept_as(workload: Workload) -> str:
     """Return how frozen weights are kept; digests compare only what is kept in one way."""
-    form, _, _ = (workload.frozen_as or "plain").partition(" ")  # all modes of FP8 have one digest
-    return f"{form} {workload.dtype}"
+    forms = {None: "plain", Frozen.NF4: "nf4"}
+    return f"{forms.get(workload.frozen_as, 'fp8')} {workload.dtype}"  # FP8 has one digest
 
 
 def use_saved(model: torch.nn.Module, workload: Workload, saved: dict[str, torch.Tensor]) -> None:
@@ -265,60 +260,3 @@ def merged_weights(
         if "bias" in removed:
             merged[f"{name}.bias"] = removed["bias"]
     return merged
-
-
-# ---------------------------------------------------------------- how much there is
-
-
-def without_gradient(workload: Workload) -> tuple[str, ...]:
-    """Return the first layer's projections whose inputs need no gradient.
-
-    No adapter comes before them, and the embedding is frozen.
-    """
-    adapted = {*projections(workload.lora_targets)}
-    first = next(i for i, names in enumerate(SHARING) if adapted & {*names})
-    return sum(SHARING[: first + 1], ())
-
-
-def trained_count(config, workload: Workload) -> int:
-    """Return how many parameters of a model of this configuration are trained."""
-    if workload.lora_rank is None:
-        return architecture.parameter_count(config)
-    shapes = projection_shapes(config)
-    of_a_layer = sum(sum(shapes[name]) for name in projections(workload.lora_targets))
-    return config.num_hidden_layers * workload.lora_rank * of_a_layer
-
-
-def counts(config, workload: Workload) -> dict:
-    """Return the part of a record that says how large a model is, adapters included.
-
-    The configuration tells: 4-bit weights do not tell their number.
-    """
-    parameters = architecture.parameter_count(config)
-    if workload.lora_rank is None:
-        return {"parameters": parameters}
-    trained = trained_count(config, workload)
-    return {"parameters": parameters + trained, "trained_parameters": trained}
-
-
-def flops_per_token(config, workload: Workload, seq_len: float) -> float:
-    """Return `architecture.flops_per_token` of what the workload trains.
-
-    With LoRA a frozen weight has four of its six FLOPs.  In the first layer the FLOPs go too that
-    lead to inputs which no adapter comes before.  The adapters' own six are added.
-    """
-    flops = architecture.flops_per_token(config, seq_len)
-    if workload.lora_rank is None:
-        return flops
-    shapes, adapted = projection_shapes(config), projections(workload.lora_targets)
-    flops += 6.0 * trained_count(config, workload) - 2.0 * architecture.matrix_weights(config)
-    for name in without_gradient(workload):
-        rows, columns = shapes[name]
-        flops -= 2.0 * rows * columns
-        flops -= 2.0 * workload.lora_rank * columns if name in adapted else 0.0
-    # the first layer's attention: a gradient for each of q, k and v that has an adapter before it,
-    # and for q and k the scores' gradient too
-    q, k, v = (name in adapted for name in SHARING[0])
-    n_unneeded = 4 - (q + k + v + (q or k))
-    flops -= n_unneeded * config.num_attention_heads * architecture.head_size(config) * seq_len
-    return flops

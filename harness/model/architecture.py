@@ -1,14 +1,17 @@
 """A model built from its configuration, its size, and the work of a token."""
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, masking_utils
 
-from harness.cli.adapter_config import ATTENTION, MLP
-from harness.cli.workload import changes
+from harness.cli.adapter_config import ATTENTION, MLP, SHARING, projections
+from harness.cli.workload import Workload, changes
 from harness.model.families import FAMILIES
 
 IGNORE_INDEX = -100  # the label of a token that is not to be learned
@@ -21,6 +24,7 @@ COMPUTING = (
     *("tie_word_embeddings", "pad_token_id", "no_rope_layers"),
 )
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # by the words of --dtype
+OF_ALL_WEIGHTS = Workload()  # trains them
 
 
 def llama_3_1_8b_config() -> PreTrainedConfig:
@@ -88,47 +92,100 @@ def for_training(model: torch.nn.Module) -> torch.nn.Module:
     return model.train()
 
 
-def parameter_count(config: PreTrainedConfig) -> int:
-    """Count a model's parameters from its configuration, on a model without memory."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """How large a model is, and the work of a token in it, told by its configuration.
 
-
-def head_size(config: PreTrainedConfig) -> int:
-    """Return D, the columns of one of attention's heads."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def projection_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
-    """Return (O, I) of each of a layer's projections, by name."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * head_size(config)
-    kv_heads = config.num_key_value_heads * head_size(config)
-    shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
-    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
-    return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
-
-
-def projection_weights(config: PreTrainedConfig) -> int:
-    """Count the parameters of one layer's projections, which are all but its norms'."""
-    return sum(rows * columns for rows, columns in projection_shapes(config).values())
-
-
-def matrix_weights(config: PreTrainedConfig) -> int:
-    """Count the parameters that tokens are multiplied with: all but the input embedding's."""
-    in_layers = config.num_hidden_layers * projection_weights(config)
-    return in_layers + config.vocab_size * config.hidden_size
-
-
-def flops_per_token(config: PreTrainedConfig, seq_len: float) -> float:
-    """Return a trained token's FLOPs, forward + backward: 6 per matrix weight + causal attention.
-
-    The input embedding is a look-up (Kaplan et al. 2020).  Attention multiplies QK^T and PV over
-    half of T keys on average (PaLM's 12, halved by causality).
+    With 4-bit weights the model itself does not tell.
     """
-    attention_size = config.num_attention_heads * head_size(config)
-    in_attention = 6.0 * config.num_hidden_layers * attention_size * seq_len
-    return 6.0 * matrix_weights(config) + in_attention
+
+    config: PreTrainedConfig
+    workload: Workload = OF_ALL_WEIGHTS
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters without adapters, counted on a model without memory."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        return sum(p.numel() for p in model.parameters())
+
+    @property
+    def head_size(self) -> int:
+        """D, the columns of one of attention's heads."""
+        config = self.config
+        return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(O, I) of each of a layer's projections, by name."""
+        config = self.config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = config.num_attention_heads * self.head_size
+        kv_heads = config.num_key_value_heads * self.head_size
+        shapes = [(heads, hidden), (kv_heads, hidden), (kv_heads, hidden), (hidden, heads)]
+        shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        return dict(zip((*ATTENTION, *MLP), shapes, strict=True))
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of one layer's projections, which are all but its norms'."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def matrix_weights(self) -> int:
+        """Parameters that tokens are multiplied with: all but the input embedding's."""
+        config = self.config
+        in_layers = config.num_hidden_layers * self.layer_weights
+        return in_layers + config.vocab_size * config.hidden_size
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained: all, or those of the adapters."""
+        if self.workload.lora_rank is None:
+            return self.parameters
+        of_a_layer = sum(sum(self.shapes[name]) for name in projections(self.workload.lora_targets))
+        return self.config.num_hidden_layers * self.workload.lora_rank * of_a_layer
+
+    @property
+    def without_gradient(self) -> tuple[str, ...]:
+        """The first layer's projections whose inputs need no gradient.
+
+        No adapter comes before them, and the embedding is frozen.
+        """
+        adapted = {*projections(self.workload.lora_targets)}
+        first = next(i for i, names in enumerate(SHARING) if adapted & {*names})
+        return sum(SHARING[: first + 1], ())
+
+    def counts(self) -> dict:
+        """Return the part of a record that says how large the model is, adapters included."""
+        if self.workload.lora_rank is None:
+            return {"parameters": self.parameters}
+        return {"parameters": self.parameters + self.trained, "trained_parameters": self.trained}
+
+    def flops_per_token(self, seq_len: float) -> float:
+        """Return a trained token's FLOPs, forward + backward: 6 per matrix weight + attention.
+
+        The input embedding is a look-up (Kaplan et al. 2020).  Attention multiplies QK^T and PV
+        over half of T keys on average (PaLM's 12, halved by causality).
+
+        With LoRA a frozen weight has four of its six FLOPs.  In the first layer the FLOPs go too
+        that lead to inputs which no adapter comes before.  The adapters' own six are added.
+        """
+        config, rank = self.config, self.workload.lora_rank
+        in_attention = config.num_attention_heads * self.head_size * seq_len  # of a layer's product
+        flops = 6.0 * self.matrix_weights + 6.0 * config.num_hidden_layers * in_attention
+        if rank is None:
+            return flops
+        adapted = projections(self.workload.lora_targets)
+        flops += 6.0 * self.trained - 2.0 * self.matrix_weights
+        for name in self.without_gradient:
+            rows, columns = self.shapes[name]
+            flops -= 2.0 * rows * columns
+            flops -= 2.0 * rank * columns if name in adapted else 0.0
+        # the first layer's attention: a gradient for each of q, k and v that has an adapter before
+        # it, and for q and k the scores' gradient too
+        q, k, v = (name in adapted for name in SHARING[0])
+        return flops - (4 - (q + k + v + (q or k))) * in_attention
 
 
 # replaces masking_utils'; one object each, so that torch.compile finds its result again

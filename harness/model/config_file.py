@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from harness.cli.device import HAS_GPU
 from harness.cli.flags import DEFAULT_MODEL, TINY
 from harness.cli.workload import Workload
 from harness.model import architecture
-from harness.model.architecture import keep_layers, parameter_count, with_one_layer
+from harness.model.architecture import ModelFacts, keep_layers, with_one_layer
 from harness.model.families import EXAMPLES, FAMILIES, Family, part_outside, window_of
 
 UNGATED_MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -57,7 +57,7 @@ def load_config(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
     if seq_len > config.max_position_embeddings:
         positions = f"the {config.max_position_embeddings} positions of {model}"
         raise UserError(f"--seq-len {seq_len} is longer than {positions}")
-    if not on_gpu and parameter_count(config) > CPU_PARAMETER_LIMIT:
+    if not on_gpu and ModelFacts(config).parameters > CPU_PARAMETER_LIMIT:
         raise UserError(no_gpu)
     return config
 
@@ -157,6 +157,13 @@ def reading(what: str) -> Iterator[None]:
         said = repr(error) if isinstance(error, LookupError) else str(error)
         message = textwrap.shorten(said, 300, placeholder=" ...")
         raise UserError(f"{what} could not be loaded: {message}") from error
+
+
+def misfits_in_words(missing: Iterable, unexpected: Iterable, misshapen: Iterable) -> str:
+    """Return how the names of saved tensors differ from a model's; "" if they do not."""
+    kinds = "missing", "not part of that model", "of another shape"
+    said = zip(kinds, map(sorted, (missing, unexpected, misshapen)))
+    return "; ".join(f"{len(names)} {kind}, {names[0]} among them" for kind, names in said if names)
 
 
 def shortened(text: str) -> str:

@@ -8,7 +8,7 @@ from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, require_interpreter, take_threads
 from harness.cli.workload import Workload, draws_weights
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
-from harness.model.config_file import load_config, reading
+from harness.model.config_file import load_config, misfits_in_words, reading
 from harness.model.packed_attention import use_packed_attention
 
 
@@ -69,13 +69,8 @@ def load_weights(workload: Workload, device: str = DEVICE) -> torch.nn.Module:
         )
     # transformers fills what is missing with random numbers and drops what it has no place for:
     # training would start from the wrong weights
-    misfits = {
-        "missing": sorted(report["missing_keys"]),
-        "of another shape": sorted(name for name, *_ in report["mismatched_keys"]),
-        "not part of that model": sorted(report["unexpected_keys"]),
-    }
-    said = [f"{len(n)} {what}, {n[0]} among them" for what, n in misfits.items() if n]
+    misshapen = [name for name, *_ in report["mismatched_keys"]]
+    said = misfits_in_words(report["missing_keys"], report["unexpected_keys"], misshapen)
     if said:
-        given = f"the weights of {workload.model}"
-        raise UserError(f"{given} do not fit its config.json: {'; '.join(said)}")
+        raise UserError(f"the weights of {workload.model} do not fit its config.json: {said}")
     return model

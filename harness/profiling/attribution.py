@@ -16,22 +16,14 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from harness.profiling import kernel_facts
 from harness.profiling.costs import NOTHING, Cost, cost_of_kernel
-from harness.profiling.kernel_facts import OTHER, ROWS, Sizes
+from harness.profiling.kernel_facts import ADAPTERS, OTHER, PHASES, ROWS, Sizes
 
-PHASES = ["forward", "loss", "backward", "optimizer", "other"]
-# ranges: around a projection with its adapter, and inside it around the projection alone
-WITH_ADAPTER, WITHOUT_ADAPTER = "adapters", "projection"
+PROJECTION = "projection"  # the range of one alone, inside the range of it and its adapter
 CATEGORY_OF_RANGE = {
-    "normalization": "normalization",
-    "loss": "loss",
-    "rotary": "rotary",
-    "optimizer": "optimizer",
-    WITH_ADAPTER: kernel_facts.ADAPTERS,
-    # in these three, what is no matmul and no attention
+    **{name: name for name in ("normalization", "loss", "rotary", "optimizer", ADAPTERS)},
+    # what is no matmul and no attention in them
     "mlp": "activation",
-    "attention": OTHER,
-    "embedding": OTHER,
-    WITHOUT_ADAPTER: OTHER,
+    **dict.fromkeys(("attention", "embedding", PROJECTION), OTHER),
 }
 MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|linear)$")
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
@@ -167,7 +159,7 @@ def category_of(
         if any(ATTENTION_OPERATION.search(each.name) for each in ancestors(event)):
             return "attention"
         if MATMUL_OPERATION.match(event.name):
-            return kernel_facts.ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
+            return ADAPTERS if in_adapter(launcher, forward, rank) else "matmul"
         if event.is_user_annotation and event.name in CATEGORY_OF_RANGE:
             return CATEGORY_OF_RANGE[event.name]
         for name, category in CATEGORY_OF_FUNCTION.items():
@@ -185,8 +177,8 @@ def in_adapter(
     adapter if its smallest side is the rank, or two or three ranks that share an input.
     """
     for event in lineage(product, forward):
-        if event.is_user_annotation and event.name in (WITH_ADAPTER, WITHOUT_ADAPTER):
-            return event.name == WITH_ADAPTER
+        if event.is_user_annotation and event.name in (ADAPTERS, PROJECTION):
+            return event.name == ADAPTERS
         if rank is not None and any(name in event.name for name in CATEGORY_OF_FUNCTION):
             sides = [side for shape in product.input_shapes for side in shape]
             return bool(sides) and min(sides) in (rank, 2 * rank, 3 * rank)
@@ -266,7 +258,7 @@ def attribute(
     time, work_done = {"us": 0.0, "launches": 0}, {"bytes": 0.0, "flops": 0.0, "fp8_flops": 0.0}
     operations = defaultdict(lambda: {"launchers": set(), **time, **work_done})
     categories = {name: {**time, **work_done} for name in kernel_facts.CATEGORIES}
-    phases = {name: {**time} for name in PHASES}
+    phases = {name: {**time} for name in (*PHASES, "other")}
     pieces = work_of(events)
     launches = Counter(work.name for work in pieces)
     for work in pieces:

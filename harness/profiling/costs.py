@@ -7,15 +7,13 @@ profiler records no shapes for our own kernels: theirs follow from the passes in
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from harness.cli import adapter_config, flags
-from harness.cli.workload import Workload
-from harness.model import architecture
-from harness.model.adapters import trained_count, without_gradient
+from harness.cli.adapter_config import SHARING
+from harness.cli.flags import FP8_COMPACT
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.model.families import FAMILIES
 from harness.profiling.diagnose import flops_at_ceilings_us
 from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
@@ -38,6 +36,8 @@ WIDTHS = {
 INTEGERS = {"long int", "long", "int"}
 # position of the first factor
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0}
+# q @ k.t() and p @ v; the backward computes the first again, and four gradients
+ATTENTION_PRODUCTS = {"forward": 2, "backward": 5}
 ATTENTION = re.compile(r"aten::_\w+_attention(_forward|_for_cpu)?(_backward)?$")
 ELEMENTWISE = {
     *("add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "sin", "cos", "eq", "ne"),
@@ -50,56 +50,55 @@ ROW_PICKS = {"embedding_dense_backward", "index_select"}  # whole rows by their 
 PICKS = {"gather", "nll_loss_forward", "nll_loss_backward"}  # single numbers
 
 
-def sizes_of(config, workload: Workload) -> Sizes:
-    """Return the sizes of a configuration's model, for all micro-batches of a step."""
-    width = torch.finfo(architecture.TORCH_DTYPES[workload.dtype]).bits // 8
-    n_tokens = workload.micro_batches * workload.batch_size * workload.seq_len
-    trained = trained_count(config, workload)
-    per_layer = width * n_tokens * config.num_hidden_layers
+def sizes_of(facts: ModelFacts, n_tokens: int | None = None) -> Sizes:
+    """Return the sizes of all micro-batches of a step, or of one micro-batch of n_tokens."""
+    config, workload = facts.config, facts.workload
+    n_layers, micro_batches = config.num_hidden_layers, 1 if n_tokens else workload.micro_batches
+    n_tokens = n_tokens or micro_batches * workload.batch_size * workload.seq_len
+    width = torch.finfo(TORCH_DTYPES[workload.dtype]).bits // 8
+    per_layer = width * n_tokens * n_layers  # bytes of one number for each token in each layer
+    copies = width * micro_batches * n_layers  # bytes of one for each layer and micro-batch
     n_heads = config.num_attention_heads + config.num_key_value_heads
-    heads = per_layer * n_heads * architecture.head_size(config)
+    heads = per_layer * n_heads * facts.head_size
     turned = getattr(config, "no_rope_layers", None) or [1]  # SmolLM3: of each layer, 1 or 0
-    n_projections = len(architecture.projection_shapes(config))
-    copies = width * workload.micro_batches * config.num_hidden_layers  # bytes per layer's number
     return Sizes(
-        weights=width * trained,
+        weights=width * facts.trained,
         stream=per_layer * config.hidden_size,
         heads=heads,
         inner=per_layer * config.intermediate_size,
         logits=width * n_tokens * config.vocab_size,
-        layers=config.num_hidden_layers,
+        layers=n_layers,
         width=width,
-        micro_batches=workload.micro_batches,
-        projection=copies * architecture.projection_weights(config) // n_projections,
+        micro_batches=micro_batches,
+        projection=copies * facts.layer_weights // len(facts.shapes),
         unrotated=heads * turned.count(0) // len(turned),
         head_norms=heads if FAMILIES[config.model_type].head_norms else 0,
         # a code is a byte, and each 256 have an fp32 scale
-        coded=round((width - 1 - 4 / 256) * trained) if workload.moments else 0,
-        **fp8_sizes(config, workload, per_layer, copies),
+        coded=round((width - 1 - 4 / 256) * facts.trained) if workload.moments else 0,
+        **fp8_sizes(facts, per_layer, copies),
     )
 
 
-def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[str, int]:
+def fp8_sizes(facts: ModelFacts, per_layer: int, copies: int) -> dict[str, int]:
     """Return `quantized` and `transposed` of Sizes; nothing without FP8.
 
     So fp8_layer.py does it, and with LoRA frozen_fp8.py.  Weights that fp8_layer.py transposes come
-    in as bf16: three bytes, not two.  `per_layer` are bytes of one number for each token in each
-    layer, `copies` of one for each layer and micro-batch.
+    in as bf16: three bytes, not two.
     """
+    workload = facts.workload
     if workload.fp8 is None:
         return {}
-    shapes = architecture.projection_shapes(config)
-    rows, columns = (dict(zip(shapes, side)) for side in zip(*shapes.values()))
-    weights = copies * architecture.projection_weights(config)
-    qkv, _, gate_up, _ = (sum(rows[p] for p in which) for which in adapter_config.SHARING)
+    rows, columns = (dict(zip(facts.shapes, side)) for side in zip(*facts.shapes.values()))
+    weights = copies * facts.layer_weights
+    qkv, _, gate_up, _ = (sum(rows[p] for p in which) for which in SHARING)
     results = qkv + rows["o_proj"] + rows["down_proj"]  # their gradients come in bf16
     inputs = 2 * columns["q_proj"] + columns["o_proj"] + columns["down_proj"]
     if workload.frozen_as:
-        first = sum(rows[name] for name in without_gradient(workload))
-        unused = per_layer // config.num_hidden_layers * first  # no gradients arrive there
+        first = sum(rows[name] for name in facts.without_gradient)
+        unused = per_layer // facts.config.num_hidden_layers * first  # no gradients arrive there
         return {
             "quantized": per_layer * (inputs + results + gate_up) - unused,
-            "transposed": weights if workload.fp8 == flags.FP8_COMPACT else 0,
+            "transposed": weights if workload.fp8 == FP8_COMPACT else 0,
         }
     return {
         "quantized": weights + per_layer * (2 * columns["o_proj"] + results),
@@ -107,41 +106,30 @@ def fp8_sizes(config, workload: Workload, per_layer: int, copies: int) -> dict[s
     }
 
 
-def least_ms(
-    config, workload: Workload, n_tokens: float, flops_per_token: float, ceilings: dict
-) -> float:
+def least_ms(facts: ModelFacts, n_tokens: float, flops_per_token: float, ceilings: dict) -> float:
     """Return the speed of light of a training step: the milliseconds of its necessary work.
 
-    That is all FLOPs of matrix products and attention at the matmul rate (FLOPs in FP8 at the rate
-    of FP8), and then, at the copy rate, the bytes that fully fused kernels still move (the floors
-    in kernel_facts.py).
+    All FLOPs (a teacher's too) pass at the matmul rate, and then, at the copy rate, the bytes that
+    fully fused kernels still move (the floors in kernel_facts.py).  Not counted: the bytes of
+    matrix products and attention, which can pass while these compute; the embedding, the additions
+    of residuals, what a teacher moves, and the host.
 
-    Not counted: the bytes of matrix products and attention, which can pass while these compute; the
-    embedding, the additions of residuals, what a teacher moves, and the host.  So several
-    micro-batches take at least as long as one with all their tokens.
-
-    Args:
-        n_tokens: of the step, all micro-batches together, without padding.
-        flops_per_token: forward and backward, a teacher's too.
+    n_tokens: of all micro-batches together, without padding.
     """
-    # bytes depend on the number of tokens, not on that of sequences
-    one = replace(workload, batch_size=1, seq_len=round(n_tokens), accumulate=None)
-    sizes = sizes_of(config, one)
+    sizes = sizes_of(facts, round(n_tokens))
     n_bytes = sum(rung.floor_bytes(sizes) for rung in RUNGS)
-    flops = n_tokens * flops_per_token, n_tokens * fp8_flops_per_token(config, workload)
-    flops_us = flops_at_ceilings_us(*flops, ceilings)
-    return flops_us / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
+    flops = n_tokens * flops_per_token, n_tokens * fp8_flops_per_token(facts)
+    return flops_at_ceilings_us(*flops, ceilings) / 1e3 + n_bytes / ceilings["copy_gbs"] / 1e6
 
 
-def fp8_flops_per_token(config, workload: Workload) -> float:
+def fp8_flops_per_token(facts: ModelFacts) -> float:
     """Return the FLOPs of a token that --fp8 takes over: 2 for each weight in each product."""
-    if workload.fp8 is None:
+    if facts.workload.fp8 is None:
         return 0.0
-    n_weights = config.num_hidden_layers * architecture.projection_weights(config)
-    if workload.frozen_as:  # outputs and inputs' gradients, but where none is needed
-        shapes = architecture.projection_shapes(config)
-        names = without_gradient(workload)
-        return 4.0 * n_weights - 2.0 * sum(math.prod(shapes[name]) for name in names)
+    n_weights = facts.config.num_hidden_layers * facts.layer_weights
+    if facts.workload.frozen_as:  # outputs and inputs' gradients, but where none is needed
+        unneeded = sum(math.prod(facts.shapes[name]) for name in facts.without_gradient)
+        return 4.0 * n_weights - 2.0 * unneeded
     return 6.0 * n_weights
 
 
@@ -157,8 +145,7 @@ class Operand(NamedTuple):
 def operands_of(inputs: dict, sizes: Sizes) -> list[Operand]:
     """Return the tensors among an operation's inputs, from the profiler's trace.
 
-    The trace has no dtype of a list: the model's is taken.  Of more than 30 tensors the trace has
-    nothing: such a list is AdamW's, with one tensor for each parameter.
+    The trace has no dtype of a list, and nothing at all of more than 30 tensors: those are AdamW's.
     """
     operands = []
     columns = (inputs[f"Input {name}"] for name in ("Dims", "Strides", "type"))
@@ -210,10 +197,9 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         flops = 2.0 * result * a.shape[-1]
         return Cost(moved, flops, flops if in_fp8 else 0.0)
     if ATTENTION.match(name):
-        # q @ k.t() and p @ v; the backward computes the first once more, and four gradients
-        gradients = name.endswith("_backward")
-        products, results = (5, operands[1:4]) if gradients else (2, operands[:1])
-        flops = products * 2.0 * first.numel * seq_len / 2
+        way = "backward" if name.endswith("_backward") else "forward"
+        results = operands[:1] if way == "forward" else operands[1:4]
+        flops = ATTENTION_PRODUCTS[way] * 2.0 * first.numel * seq_len / 2
         return Cost(read + sum(o.numel * WIDTHS[o.dtype] for o in results), flops)
     if kind in ELEMENTWISE:
         if kind == "addcmul":  # AdamW's: the gradient times itself
@@ -227,10 +213,8 @@ def cost_of_call(name: str, inputs: dict, sizes: Sizes, seq_len: float) -> Cost:
         return Cost(first.n_bytes + left * WIDTHS[first.dtype], float(first.numel))
     if kind in FILLS:
         return Cost(first.n_bytes, 0.0)
-    if kind == "copy":
-        return Cost(read, 0.0)
-    if kind == "cat":
-        return Cost(2.0 * read, 0.0)
+    if kind in ("copy", "cat"):
+        return Cost(read * (1.0 if kind == "copy" else 2.0), 0.0)
     if kind in ROW_PICKS | PICKS:
         (index,) = (o for o in operands if o.dtype in INTEGERS and o.shape)
         source = next(o for o in operands if o.dtype not in INTEGERS and o.shape)

@@ -112,10 +112,9 @@ def can_be_a_graph(record: dict) -> bool:
 
 
 def saved_by_a_graph_ms(record: dict) -> float:
-    """Return how many ms of a training run's median step --cuda-graph would save at most.
+    """Return how many ms --cuda-graph would save of a training run's median step at most.
 
-    That is the time in which the GPU does not compute.  0 if the run cannot have the flag or has it
-    already, if that time is unknown, or if it is small beside the step or the steps' spread.
+    The GPU does not compute then.  0 if the time is unknown, or small beside step or spread.
     """
     if record.get("busy_ms") is None or not can_be_a_graph(record):
         return 0.0
@@ -133,8 +132,7 @@ def step_ms(record: dict) -> float:
 def parts_ms(record: dict) -> float:
     """Return the time of the step that the profile's parts add up to, waiting for its batch too.
 
-    A GPU's kernels take as long in any step.  A CPU's operations are those of the step under the
-    profiler, and another step may take a hundredth of its time, or a hundred times as long.
+    A CPU's operations are those of the step under the profiler, which may take far longer.
     """
     profiled_ms = record["profiled_step_ms"] if record["device"] == "CPU" else 0.0
     ran_ms = max(profiled_ms or record["median_step_ms"], record["busy_us"] / 1e3)

@@ -14,6 +14,7 @@ FP8_CASTS = "fp8 casts"  # to codes and scales, and transposed, with --fp8
 OTHER = "other elementwise and copies"
 COMMUNICATION = "communication"  # between processes, by NCCL
 UNATTRIBUTED = "unattributed"
+PHASES = ["forward", "loss", "backward", "optimizer"]  # of a step
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # of a number: a code, and a share of its scales
 CATEGORIES = [  # of a profile, in the order of its table
     *("matmul", "attention", "normalization", "loss", "activation", "rotary", ADAPTERS),
@@ -306,7 +307,7 @@ ROWS = [
         allocates={
             "next_steps.layers.fp8_layer:qkv_fp8": "v, gate, up (fp8)",
             "next_steps.layers.fp8_layer:mlp_fp8": "v, gate, up (fp8)",
-            "next_steps.patches.fp8_model:DecoderLayer.compute": "residual stream",
+            "next_steps.patches.projections:DecoderLayer.compute": "residual stream",
         },
     ),
 ]

@@ -5,6 +5,7 @@ part beside its ceilings, what it could gain and what to do (diagnose.py).
 """
 
 from harness.cli import tables
+from harness.cli.tables import Column, Table
 from harness.profiling import diagnose
 from harness.profiling.kernel_facts import (
     ADAPTERS,
@@ -113,29 +114,32 @@ def shortened(name: str) -> str:
 
 
 def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
-    bytes_unit, byte = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
-    headers = [header, "Time, ms", f"{bytes_unit} moved"]
-    headers += ["FLOP/byte", "Achieved", "Ceiling", "Verdict"]
-    rows = []
-    for f in findings:
-        work = [short(f.n_bytes / byte), short(f.flops / f.n_bytes)]
-        judged = [achieved(f), f"{100 * f.share:.0f} %", f.verdict]
-        rows.append([shortened(f.name), f"{f.us / 1e3:,.3f}", *work, *judged])
-    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
+    unit, size = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    columns = [
+        Column(header, lambda f: shortened(f.name)),
+        Column("Time, ms", lambda f: f.us / 1e3, ",.3f"),
+        Column(f"{unit} moved", lambda f: short(f.n_bytes / size)),
+        Column("FLOP/byte", lambda f: short(f.flops / f.n_bytes)),
+        Column("Achieved", achieved),
+        Column("Ceiling", lambda f: f"{100 * f.share:.0f} %"),
+        Column("Verdict", lambda f: f.verdict, align="left"),
+    ]
+    return Table.of(columns, findings).text()
 
 
 def gains_table(record: dict, findings: list[diagnose.Finding]) -> str:
     """Return what each part would take at TARGET of its ceiling, and what the step would gain."""
     unit, size = tables.decimal_unit([f.needed for f in findings], "GB", "MB", 1e9)
-    at_target = f"At {100 * diagnose.TARGET:.0f} %, ms"
-    headers = ["Recoverable", "Now, ms", f"Necessary, {unit}", at_target]
-    headers += ["Gain, ms", "Step", "What to do"]
-    rows = []
-    for f in findings:
-        now, at_target, gain = (f"{us / 1e3:,.3f}" for us in (f.us, f.target_us, f.gain_us))
-        gained = [gain, percent_of_step(f, record), f.advice]
-        rows.append([f.name, now, short(f.needed / size), at_target, *gained])
-    return tables.table(headers, rows, ["left", *["right"] * 5, "left"])
+    columns = [
+        Column("Recoverable", lambda f: f.name),
+        Column("Now, ms", lambda f: f.us / 1e3, ",.3f"),
+        Column(f"Necessary, {unit}", lambda f: short(f.needed / size)),
+        Column(f"At {100 * diagnose.TARGET:.0f} %, ms", lambda f: f.target_us / 1e3, ",.3f"),
+        Column("Gain, ms", lambda f: f.gain_us / 1e3, ",.3f"),
+        Column("Step", lambda f: percent_of_step(f, record)),
+        Column("What to do", lambda f: f.advice, align="left"),
+    ]
+    return Table.of(columns, findings).text()
 
 
 def percent_of_step(finding: diagnose.Finding, record: dict) -> str:

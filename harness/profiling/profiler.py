@@ -20,7 +20,7 @@ from harness.data.loader import Loader
 from harness.model.adapters import has_adapter
 from harness.model.families import FAMILIES, family_of
 from harness.profiling import attribution
-from harness.profiling.kernel_facts import ROWS
+from harness.profiling.kernel_facts import ADAPTERS, ROWS
 from harness.records.run_records import environment
 from harness.steps import stepping, timing
 
@@ -65,8 +65,8 @@ def category_ranges(model: torch.nn.Module) -> Iterator[None]:
         if name := RANGE_OF_CLASS.get(type(module).__name__.removeprefix("FSDP")):
             ranged.append((module, "forward", name))
         if has_adapter(module):
-            ranged.append((module, "forward", attribution.WITH_ADAPTER))
-            ranged.append((module.base_layer, "forward", attribution.WITHOUT_ADAPTER))
+            ranged.append((module, "forward", ADAPTERS))
+            ranged.append((module.base_layer, "forward", attribution.PROJECTION))
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in ranged:
             function = getattr(owner, attribute)
@@ -184,8 +184,7 @@ def from_idle() -> float:
 def read_trace(profiler: profile) -> dict:
     """Return a profile as a Chrome trace.
 
-    The profiler replaces its target, be it a link or a device, and hides failures.  So the profiler
-    writes to a file of our own.
+    The profiler would replace a link or a device, and hides failures: it gets a file of our own.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"

@@ -7,22 +7,18 @@ import math
 import os
 import platform
 import subprocess
-import sys
-from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 from harness.cli.command_line import UserError
 from harness.cli.output_files import write_output
+from harness.records.schema import Check, keys_of
 
 # what a run may use, or be compared with, besides PyTorch, Triton and transformers
 OTHERS = (
     *("peft", "bitsandbytes", "liger-kernel", "nvidia-cutlass-dsl", "quack-kernels", "torchao"),
     *("trl", "unsloth"),
 )
-
-# what `environment_line` prints of where a record was made
-ENVIRONMENT = {"gpu", "cpu", "torch", "triton", "transformers", "date", "commit"}
 
 
 def commit() -> str:
@@ -103,11 +99,12 @@ def write_record(path: str | None, record: dict, is_whole: bool = True) -> None:
             print(f"Record written to {path}")
 
 
-def read_record(path: str, kind: str) -> dict:
-    """Read a record of the given kind.
+def read_record(path: str, kind: str, **more: Check) -> dict:
+    """Read a record of the given kind; `more`: keys that this reader checks more closely.
 
     Raises:
-        UserError: the file is missing, is not JSON, or is a record of another kind.
+        UserError: the file is missing, is not JSON, is a record of another kind, or a value in it
+            is missing or does not fit.
     """
     try:
         record = json.loads(Path(path).read_text())
@@ -118,76 +115,12 @@ def read_record(path: str, kind: str) -> dict:
     if not isinstance(record, dict) or record.get("kind") != kind:
         found = record.get("kind") if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{path} is not a {kind!r} record (it is {found!r})")
-    return record
-
-
-def require_keys(path: str, record: dict, keys: dict[str, Callable[[object], bool]]) -> None:
-    """Refuse a record in which a needed value is missing or does not fit.
-
-    Args:
-        keys: a key -> does its value fit?  The keys of MAY_BE_MISSING are checked where present.
-
-    Raises:
-        UserError: a value is missing or does not fit.
-    """
-    present = {key: fits for key, fits in MAY_BE_MISSING.items() if key in record}
-    with_lora = ("lora_alpha", "lora_targets") if "lora_rank" in record else ()
-    keys = keys | present | {key: MAY_BE_MISSING[key] for key in with_lora}
+    keys = keys_of(record) | more
     damaged = [key for key, fits in keys.items() if key not in record or not fits(record[key])]
     if damaged:
         missing = f"without a usable {', '.join(damaged)}"
         raise UserError(f"{path} is a damaged record, {missing}; run its script again")
-
-
-# ---------------------------------------------------------------- does a value of a record fit?
-
-
-def is_number(value: object) -> bool:
-    """Return True if it is finite, as a float too: JSON may hold an integer of 400 digits."""
-    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
-
-
-def is_positive(value: object) -> bool:
-    return is_number(value) and value > 0
-
-
-def is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def is_list_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda values: isinstance(values, list) and all(map(is_item, values))
-
-
-def is_table_of(is_item: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda values: isinstance(values, dict) and all(map(is_item, values.values()))
-
-
-def has_numbers(*names: str) -> Callable[[object], bool]:
-    """Return a test for objects in which these names have numbers."""
-    return lambda value: isinstance(value, dict) and all(is_number(value.get(n)) for n in names)
-
-
-def is_environment(value: object) -> bool:
-    return isinstance(value, dict) and value.keys() >= ENVIRONMENT
-
-
-# keys that only some records have, or only newer ones
-MAY_BE_MISSING = {
-    "first_layers": is_count,
-    "lora_rank": is_count,
-    "lora_alpha": is_number,
-    "lora_targets": is_text,
-    "trained_parameters": is_count,
-    "padding": is_number,
-    "data_seconds": is_list_of(is_number),
-    "fp8_layers": lambda counts: is_list_of(is_count)(counts) and len(counts) == 2,
-    "teacher": is_text,
-}
+    return record
 
 
 def relative_differences(first: dict, other: dict) -> list[float]:

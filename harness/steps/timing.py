@@ -16,13 +16,6 @@ import triton
 
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 
-# Dense bf16 matrix rate by the vendor's data sheets, TFLOP/s, for model FLOPs utilization.  The
-# first matching name wins.
-DATASHEET_BF16_TFLOPS = {
-    "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250,
-    "H200": 989, "H100 80GB HBM3": 989, "GH200": 989, "A100": 312,
-}  # fmt: skip
-
 COPIED_BYTES = 2 << 30  # whose copy gives the copy rate of a GPU
 
 
@@ -107,11 +100,6 @@ def fp8_rate() -> float:
     options |= {"out_dtype": torch.bfloat16, "use_fast_accum": True}
     product = partial(torch._scaled_mm, a, b.t(), **options)
     return 2 * n**3 / time_us(product, rep_ms=400).p50 / 1e6
-
-
-def datasheet_tflops(gpu: str | None) -> float | None:
-    """Return dense bf16 TFLOP/s by the data sheet; None for a GPU that is not listed."""
-    return next((rate for name, rate in DATASHEET_BF16_TFLOPS.items() if gpu and name in gpu), None)
 
 
 def peak_extra_bytes(fn: Callable[[], object]) -> int | None:

@@ -37,11 +37,11 @@ UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, Recurs
 # ---------------------------------------------------------------- which there are
 
 
-def numbered(folder: str | Path, before: str = "") -> list[Path]:
-    """Return the folders {before}step-N in a folder, the highest N last."""
+def numbered(folder: str | Path) -> list[Path]:
+    """Return the folders step-N in a folder, the highest N last."""
     found = {}
-    for path in Path(folder).glob(f"{before}{NAMED}*"):
-        number = path.name.removeprefix(before + NAMED)
+    for path in Path(folder).glob(f"{NAMED}*"):
+        number = path.name.removeprefix(NAMED)
         if number.isdecimal() and str(int(number)) == number and path.is_dir():
             found[int(number)] = path
     return [found[step] for step in sorted(found)]
@@ -65,13 +65,13 @@ def in_the_way(folder: str | Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def alone_in(folder: str | None) -> Iterator[None]:
-    """Hold a folder for this run's checkpoints, at most until the process ends."""
+def locked(folder: str) -> Iterator[None]:
+    """Hold a folder for this run's checkpoints, at most until the process ends, and clean it."""
     from harness.steps.parallel import gather  # with PyTorch, which flags are read without
 
     with contextlib.ExitStack() as stack:
-        taken = not is_first() or folder is None or take_lock(folder, stack)
-        if folder is not None and not all(mine for (mine,) in gather(taken)):
+        is_ours = not is_first() or take_lock(folder, stack)
+        if not all(ours for (ours,) in gather(is_ours)):
             given = f"another run writes its checkpoints to --checkpoint {folder}"
             raise UserError(f"{given}, expected none: wait for its end, or name another folder")
         yield
@@ -94,9 +94,8 @@ def take_lock(folder: str, stack: contextlib.ExitStack) -> bool:
     try:
         remove_unfinished(folder)
     except OSError as error:
-        raise UserError(
-            f"cannot remove from {folder} what an interrupted run left: {error.strerror or error}"
-        ) from error
+        left = f"cannot remove from {folder} what an interrupted run left"
+        raise UserError(f"{left}: {error.strerror or error}") from error
     return True
 
 
@@ -116,7 +115,7 @@ def digest(file: Path) -> str:
         return hashlib.sha256(b"".join(pieces)).hexdigest()
 
 
-def check(path: Path) -> None:
+def require_undamaged(path: Path) -> None:
     """Compare all files of a checkpoint with its checksums; several processes share the files."""
     from harness.steps.parallel import gather
 
@@ -195,7 +194,7 @@ def remove(path: Path) -> None:
 
 def remove_unfinished(folder: str | Path) -> None:
     """Remove what an interrupted save left; only the run that holds the folder may call this."""
-    for path in numbered(folder, before=UNFINISHED):
+    for path in Path(folder).glob(f"{UNFINISHED}{NAMED}*"):
         shutil.rmtree(path)
 
 

@@ -52,10 +52,13 @@ class Checkpoints:
                 raise UserError(f"{given}, expected none: {advice}")
 
     @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Hold the folder, so that no other run writes there meanwhile, nor has since."""
-        with checkpoint_files.alone_in(self.folder):
-            self.refuse_another_runs()
+    def folder_locked(self) -> Iterator[None]:
+        """Hold the folder, if there is one, so that no other run writes there meanwhile."""
+        if self.folder is None:
+            yield
+            return
+        with checkpoint_files.locked(self.folder):
+            self.refuse_another_runs()  # which may have written since the flags were read
             yield
 
     @property
@@ -99,7 +102,7 @@ def read(folder: str, workload: Workload) -> tuple[Path, dict]:
         given = f"{path} is of another training: {'; '.join(different)}"
         advice = "give the flags and the model's config.json that it was started with"
         raise UserError(f"{given}: {advice}, or name another")
-    checkpoint_files.check(path)  # last: it reads all of a large checkpoint
+    checkpoint_files.require_undamaged(path)  # last: it reads all of a large checkpoint
     print(f"Resuming from {path}: steps {step + 1} to {workload.steps}")
     for note in notes(saved, machine, workload):
         print(note)

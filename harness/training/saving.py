@@ -84,12 +84,10 @@ def refuse_what_cannot_be_saved(
 
 
 def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
-    """Write weights, configuration and tokenizer as an ordinary transformers directory.
+    """Write an ordinary transformers directory, or with LoRA and without `merge` peft's own.
 
-    With LoRA the adapters alone are written, as peft's own directory, or with `merge` the whole
-    model.  All files are written into a folder in `folder` and then renamed, one by one.  All
-    processes must call this function, because the first, which writes, needs all of them to get the
-    weights together.
+    All files are written into a folder in `folder` and then renamed, one by one.  All processes
+    must call this function: the first, which writes, gets the weights from all of them.
     """
     adapters_alone = saves_adapters(workload)
     weights = whole_weights(model, trained_alone=adapters_alone)
@@ -107,11 +105,13 @@ def save_model(model: torch.nn.Module, workload: Workload, folder: str) -> None:
         with unfinished_folder(folder) as (unfinished, target):
             if adapters_alone:
                 write_adapters(unfinished, workload, weights, base)
-                put_adapters_in_place(unfinished, target)
+                remove_other_settings(unfinished, target)
+                put_in_place(unfinished, target, adapter_config.WEIGHTS, adapter_config.CONFIG)
             else:
                 refuse_another_model(folder, model, workload)
                 write_model(unfinished, model, workload, weights)
-                put_model_in_place(unfinished, target)
+                written = put_in_place(unfinished, target, WEIGHTS, CONFIG)
+                remove_old_tokenizer(target, written)
     except (OSError, ValueError, SafetensorError, UserError) as error:
         # ValueError: what transformers finds wrong
         raise RunError(f"the model could not be saved to {folder}: {error}") from error
@@ -162,31 +162,30 @@ def write_adapters(
     save_file(weights, folder / adapter_config.WEIGHTS, metadata={"format": "pt"} | base)
 
 
-def put_adapters_in_place(folder: Path, target: Path) -> None:
-    """Make the adapters in `folder`, which lies in `target`, those of `target`.
-
-    Other settings go before the weights: until the new ones are there nothing loads.
-    """
+def remove_other_settings(folder: Path, target: Path) -> None:
+    """Remove adapters' settings from `target` unless `folder` has the same: no others fit them."""
     old, new = (place / adapter_config.CONFIG for place in (target, folder))
-    if not (old.exists() and old.read_bytes() == new.read_bytes()):
-        old.unlink(missing_ok=True)
-    (folder / adapter_config.WEIGHTS).replace(target / adapter_config.WEIGHTS)
-    new.replace(old)
+    if old.exists() and old.read_bytes() != new.read_bytes():
+        old.unlink()
 
 
-def put_model_in_place(folder: Path, target: Path) -> None:
-    """Make the model in `folder`, which lies in `target`, the model of `target`.
+def put_in_place(folder: Path, target: Path, weights: str, config: str) -> set[str]:
+    """Move all files of `folder`, which lies in `target`, to `target`; return their names.
 
-    The weights come first: the model that is there has the same configuration. config.json comes
-    last: without it a folder holds no model.
+    The weights come first: what is there has the same configuration or none.  The configuration
+    comes last: without it nothing loads.
     """
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    if missing := {CONFIG, WEIGHTS} - names:
+    if missing := {config, weights} - names:
         raise ValueError(f"transformers wrote no {' and no '.join(sorted(missing))}")
-    for name in sorted(names, key=lambda name: (name == CONFIG) - (name == WEIGHTS)):
+    for name in sorted(names, key=lambda name: (name == config) - (name == weights)):
         (target / name).parent.mkdir(exist_ok=True)
         (folder / name).replace(target / name)
-    # else a model without a tokenizer is loaded with the old one, and a tokenizer with its template
-    old_tokenizer = () if TOKENIZER[0] in names else TOKENIZER
-    for name in {*old_tokenizer, CHAT_TEMPLATE} - names:
-        (target / name).unlink(missing_ok=True)
+    return names
+
+
+def remove_old_tokenizer(folder: Path, written: set[str]) -> None:
+    """Remove what would be loaded of an older tokenizer beside the files that were written."""
+    old_tokenizer = () if TOKENIZER[0] in written else TOKENIZER
+    for name in {*old_tokenizer, CHAT_TEMPLATE} - written:
+        (folder / name).unlink(missing_ok=True)

@@ -26,23 +26,21 @@ from harness.cli import processes
 from harness.cli.command_line import RunError
 from harness.cli.device import DEVICE, HAS_GPU, synchronize
 from harness.cli.flags import WARMUP_STEPS
-from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, title
-from harness.cli.workload import Workload, kernels_in_words, model_line, size_in_words, teacher_line
+from harness.cli.workload import Workload
 from harness.data.dataset import Batch, load_data
 from harness.data.loader import Loader
-from harness.model.adapters import counts, flops_per_token
-from harness.model.architecture import TORCH_DTYPES
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.profiling.attribution import busy_us, gpu_events
 from harness.profiling.costs import least_ms
-from harness.profiling.diagnose import saved_by_a_graph_ms
-from harness.profiling.profile_tables import ceilings_line
 from harness.profiling.profiler import measure_ceilings
-from harness.records.run_records import environment, environment_line, write_record
-from harness.records.spread import spread, timed, waited
+from harness.records.run_records import environment, write_record
+from harness.records.spread import spread, timed
 from harness.steps import parallel
-from harness.steps.power import PowerMeter, joules_per_token, power_in_words
-from harness.steps.timing import datasheet_tflops, peak_memory_bytes, reset_peak_memory
+from harness.steps.gpus import peak_tflops
+from harness.steps.power import PowerMeter
+from harness.steps.timing import peak_memory_bytes, reset_peak_memory
 from harness.training.resuming import COLUMNS
+from harness.training.run_text import opening, result_block, step_line
 from harness.training.saving import refuse_what_cannot_be_saved, save_model
 
 NOT_SAVED = "nothing was saved. Try a lower --lr"
@@ -73,7 +71,8 @@ class Run:
         # the day on which the run first began
         self.day = resumed["day"] if resumed else self.environment["date"]
         self.data = load_data(workload, model.config, workload.steps, self.day)
-        self.described = workload.as_record() | counts(model.config, workload) | (more or {})
+        self.facts = ModelFacts(model.config, workload)
+        self.described = workload.as_record() | self.facts.counts() | (more or {})
         # an entry per step; data_seconds: seconds of the step spent waiting for data
         before = resumed or dict.fromkeys(COLUMNS, ())
         columns = (list(before[column]) for column in COLUMNS)
@@ -87,17 +86,7 @@ class Run:
         self.busy_ms = None
         if save_to:
             refuse_what_cannot_be_saved(save_to, model, workload, self.described)
-        if not HAS_GPU:
-            print(NO_GPU_NOTE + "\n")
-        print(environment_line(self.environment))
-        print(model_line(self.described))
-        if workload.teacher is not None:
-            print(teacher_line(self.described))
-        print(f"Data: {self.data.source}")
-        if workload.parallel:
-            print(f"Step: {size_in_words(self.described)}")
-        kernels = kernels_in_words(self.described)
-        print(f"Custom kernels: {kernels}; AdamW, learning rate {workload.lr:g}\n")
+        print(opening({"environment": self.environment, **self.described}, self.data.source))
         dtype = TORCH_DTYPES[workload.dtype]
         self.ceilings = measure_ceilings(dtype, workload.fp8) if HAS_GPU else None
         if resumed:
@@ -209,11 +198,10 @@ class Run:
         low, high = spread(seconds)
         throughput = sum(tokens) / sum(seconds)
         n = processes.world_size()
-        config, workload = self.model.config, self.workload
-        flops = flops_per_token(config, workload, self.data.span)
+        flops = self.facts.flops_per_token(self.data.span)
         flops += self.described.get("teacher_flops_per_token", 0)
         # the data sheet's bf16 rate, if it is known
-        rate = datasheet_tflops(self.environment["gpu"]) if workload.dtype == "bf16" else None
+        rate = peak_tflops(self.environment["gpu"]) if self.workload.dtype == "bf16" else None
         n_tokens, rates = statistics.mean(tokens) / n, self.ceilings
         return {
             **steps,
@@ -227,7 +215,7 @@ class Run:
             "busy_ms": self.busy_ms,
             **({"power": self.power.reading()} if HAS_GPU else {}),
             "ceilings": rates,
-            "least_ms": rates and least_ms(config, workload, n_tokens, flops, rates),
+            "least_ms": rates and least_ms(self.facts, n_tokens, flops, rates),
         }
 
 
@@ -251,78 +239,3 @@ def validation_loss(model: torch.nn.Module, batches: Sequence[Batch]) -> float:
     model.train()
     totals, counts = zip(*parallel.gather(total, count))
     return sum(totals) / sum(counts)
-
-
-def step_line(step: int, n_steps: int, columns: dict[str, list]) -> str:
-    """Return what is printed after a step, counted from 1; `columns` are those of a record."""
-    names = "losses", "seconds", "tokens", "peaks"
-    loss, seconds, tokens, peak = (columns[name][step - 1] for name in names)
-    left = statistics.median(columns["seconds"][:step]) * (n_steps - step)
-    return (
-        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {loss:8.4f}  {seconds:7.3f} s  "
-        f"{tokens / seconds:>9,.0f} tokens/sec  peak {peak / 1e9:6.1f} GB  ETA {left:4.0f} s"
-    )
-
-
-def share_of_step(record: dict, key: str, of_what: str) -> str:
-    """Return some milliseconds of a record and their share of its median step, or "n/a"."""
-    ms = record.get(key)
-    if ms is None:
-        return "n/a"
-    share = ms / (1e3 * record["median_seconds"])
-    if key == "busy_ms":  # the profiled step may be a little longer than the median step
-        share = min(1.0, share)
-    return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
-
-
-def result_block(record: dict) -> str:
-    """Return the playbook's result block, from a record; older records lack some of its lines."""
-    on_gpu = record["environment"]["gpu"] is not None
-    last_step = record["steps"]
-    mfu = record["model_flops_utilization"]
-    of_rate = "of the data sheet's dense bf16 rate"
-    first, last = record["warmup_steps"] + 1, last_step - record.get("profiled_steps", 0)
-    low, high = spread(timed(record))
-    around = f"20th to 80th percentile: {low:.3f} to {high:.3f} s"
-    throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
-    if "tokens_per_second_per_gpu" in record:
-        throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
-    if padding := record.get("padding"):
-        throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
-    profiled = f"of kernels in step {last_step}, which was profiled"
-    before, after = record["validation_loss_before"], record["validation_loss_after"]
-    rows = {
-        "Average time per step:": f"{record['average_seconds']:.3f} s (steps {first} to {last})",
-        "Median time per step:": f"{record['median_seconds']:.3f} s ({around})",
-        "Average throughput:": throughput,
-        f"Peak {'GPU' if on_gpu else 'process'} memory:": (
-            f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
-        ),
-        "GPU busy:": share_of_step(record, "busy_ms", profiled),
-    }
-    if saved_ms := saved_by_a_graph_ms(record):
-        saved = f"up to {saved_ms:,.0f} ms less a step, in which the GPU waits for the host"
-        # a step of another library may wait for the GPU
-        where = "; if the step can be recorded" if record.get("opponent") else ""
-        rows["With --cuda-graph:"] = saved + where
-    if "power" in record:
-        rows["Power and clock:"] = power_in_words(record["power"])
-        if joules := joules_per_token(record):
-            rows["Energy:"] = f"{1e3 * joules:.1f} mJ a token"
-    ceilings = "at the measured ceilings, without the host"
-    rows["Speed of light:"] = share_of_step(record, "least_ms", ceilings)
-    if "data_seconds" in record:
-        rows["Waiting for data:"] = f"at most {100 * waited(record):.2f} % of the steps' time"
-    if waits := record.get("checkpoint_seconds"):
-        rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
-    rows["Model FLOPs utilization:"] = "n/a" if mfu is None else f"{100 * mfu:.1f} % {of_rate}"
-    rows["Validation loss:"] = f"{before:.4f} before, {after:.4f} after"
-    more = [OF_STEPS] if on_gpu else []
-    more += [ceilings_line(record)] if record.get("ceilings") else []
-    if "teacher" in record:
-        begin, end = record["losses"][0], record["losses"][-1]
-        change = f"{begin:.4f} in step 1, {end:.4f} in step {last_step}"
-        rows["Distillation loss:"] = change
-        more.append(teacher_line(record))
-    lines = [f"{name:<25} {text}" for name, text in rows.items()]
-    return "\n".join([title(f"{record['title']} Results"), *lines, *more])

@@ -14,37 +14,12 @@ from harness.profiling.kernel_facts import FACTS
 from harness.profiling.profile_tables import short
 from harness.profiling.roofline import plot
 from harness.records import run_records as records
+from harness.records.schema import is_list_of
 from harness.records.spread import NO_DIFFERENCE, overlap, spread
 
 NAMED = 6  # operations that came or went
 SAME_WORKLOAD = "model", "first_layers", "weights", "dtype", "data", "device"
 SAME_WORKLOAD += "batch_size", "seq_len", "accumulate"
-
-of_timeline = records.has_numbers("step_ms", "idle_us", "host_us")
-of_category = records.has_numbers("us", "launches", "bytes", "flops")
-of_ceilings = records.has_numbers("copy_gbs", "matmul_tflops")
-
-# the keys that are read of a profile, each with the check of its value
-KEYS = {
-    "environment": records.is_environment,
-    "kernels": records.is_list_of(lambda name: name in [*FACTS]),
-    **dict.fromkeys(("model", "weights", "dtype", "data", "device"), records.is_text),
-    **dict.fromkeys(("parameters", "batch_size", "seq_len"), records.is_positive),
-    "operations": records.is_list_of(
-        lambda row: records.has_numbers("us")(row) and records.is_text(row.get("name"))
-    ),
-    "categories": records.is_table_of(
-        lambda row: of_category(row) and records.is_number(row.get("fp8_flops", 0.0))
-    ),
-    "step_ms": lambda ms: records.is_list_of(records.is_positive)(ms) and len(ms) > 0,
-    "median_step_ms": records.is_positive,
-    "busy_us": records.is_number,
-    "ceilings": lambda rates: of_ceilings(rates) and all(map(records.is_positive, rates.values())),
-    "sizes": records.has_numbers(
-        "weights", "stream", "heads", "inner", "logits", "layers", "width"
-    ),
-    "timeline": lambda times: times is None or of_timeline(times),
-}
 
 
 def predicted_gains(before: dict, after: dict) -> dict[str, float]:
@@ -54,8 +29,8 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
     return {name: finding.gain_us for name, finding in findings.items() if name in replaced}
 
 
-def categories(before: dict, after: dict) -> list[list[str]]:
-    """Return headers; categories, idle time and step before and after; gains and predictions."""
+def categories(before: dict, after: dict) -> tables.Table:
+    """Return categories, idle time and step before and after, and gains and predictions."""
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
@@ -79,7 +54,7 @@ def categories(before: dict, after: dict) -> list[list[str]]:
     rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
     headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
     headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
-    return [headers, *(row + [""] * (len(headers) - len(row)) for row in rows)]
+    return tables.Table(headers, rows)
 
 
 def comparison_row(
@@ -111,7 +86,6 @@ def render_comparison(before: dict, after: dict) -> str:
         raise UserError(f"the profiles are not of one workload: {differences}; give two that are")
     old, new = ({row["name"]: row for row in each["operations"]} for each in (before, after))
     on_gpu = before["device"] == "CUDA"
-    headers, *rows = categories(before, after)
     lines = [
         run_line("Before:", before),
         run_line("After: ", after),
@@ -119,7 +93,7 @@ def render_comparison(before: dict, after: dict) -> str:
         "",
         tables.title("What the kernels changed", on_gpu),
         *([tables.OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
-        tables.table(headers, rows),
+        categories(before, after).text(),
         "",
         only_in("Went away:", old, new),
         only_in("Came:     ", new, old),
@@ -135,9 +109,8 @@ def main() -> None:
     args = parser.parse_args()
     check_outputs(args)
     paths = args.before, args.after
-    profiles = [records.read_record(path, "profile") for path in paths]
-    for path, profile in zip(paths, profiles):
-        records.require_keys(path, profile, KEYS)
+    known = is_list_of(lambda name: name in [*FACTS])
+    profiles = [records.read_record(path, "profile", kernels=known) for path in paths]
     print(render_comparison(*profiles))
     if args.plot:
         plot(profiles, args.plot)

@@ -51,11 +51,8 @@ ONE_PROCESS = "torch.distributed is disabled"  # PyTorch's warning: without torc
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Return what training changes, by the parameters' names: the tensors, no copies."""
-    states = {
-        name: dict(optimizer.state[p])
-        for name, p in model.named_parameters()
-        if p in optimizer.state
-    }
+    state = optimizer.state
+    states = {name: dict(state[p]) for name, p in model.named_parameters() if p in state}
     named = model.named_parameters(remove_duplicate=False)
     trained = {name for name, p in named if p.requires_grad}
     weights = {name: t for name, t in model.state_dict().items() if name in trained}
@@ -111,7 +108,7 @@ def share_of(tensors: dict) -> dict:
 def write(
     folder: str, tensors: dict, facts: dict, keep: int, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write tensors and facts as the checkpoint of a step, and remove older ones.
+    """Write tensors and facts as the checkpoint of a step, and remove those before it.
 
     All processes call this function, each with its `share_of` the tensors.  The processes talk by
     `group`; a thread needs one that nothing else uses.
@@ -202,7 +199,8 @@ class Keeper(contextlib.AbstractContextManager):
         self.signal = 0
         self.handlers = {}
         self.thread, self.group = ThreadPoolExecutor(1), None
-        self.copies, self.stager = True, None  # made with the first copy
+        self.stager: StateDictStager | None = None  # made with the first copy
+        self.has_room = True  # in the host's memory for the copy
         self.under_way: Future | None = None
         self.seconds: list[float] = []  # that training has waited, for each checkpoint
         if checkpoints.folder is None:
@@ -285,9 +283,8 @@ class Keeper(contextlib.AbstractContextManager):
         tensors = share_of(tensors_of(self.run.model, self.optimizer))
         copied = self.copied(tensors) if may_copy else None
         facts = copy.deepcopy(self.facts())  # the run adds to its lists
-        folder, keep = self.checkpoints.folder, self.checkpoints.keep
-        written = tensors if copied is None else copied
-        self.under_way = self.thread.submit(write, folder, written, facts, keep, self.group)
+        given = self.checkpoints.folder, copied or tensors, facts, self.checkpoints.keep
+        self.under_way = self.thread.submit(write, *given, self.group)
         if copied is None:
             self.finish_writing()
 
@@ -302,7 +299,7 @@ class Keeper(contextlib.AbstractContextManager):
 
         If the host has no room, return None.  Then training waits for the disk from now on.
         """
-        if not self.copies:
+        if not self.has_room:
             return None
         try:
             if self.stager is None:
@@ -316,7 +313,7 @@ class Keeper(contextlib.AbstractContextManager):
         except RuntimeError as error:  # or the host cannot allocate or pin so much
             why = str(error).partition("\n")[0]
             print(f"Training waits until each checkpoint is written: {why}", flush=True)
-            self.copies, self.stager = False, None
+            self.has_room, self.stager = False, None
             return None
 
     def facts(self) -> dict:

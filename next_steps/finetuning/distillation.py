@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from harness.cli.command_line import UserError
 from harness.cli.workload import Workload, same_place
 from harness.data.dataset import load_tokenizer, look_at_data
-from harness.model.architecture import flops_per_token, keep_layers
+from harness.model.architecture import ModelFacts, keep_layers
 from harness.model.loading import load_model
 from harness.model.patching import causal_lm_loss
 from harness.profiling.kernel_facts import LOSS_KERNELS
@@ -145,7 +145,7 @@ def load_student(workload: Workload) -> tuple[torch.nn.Module, Workload, dict]:
     more = {
         "teacher_parameters": sum(p.numel() for p in teacher.parameters()),
         # the forward is a third of a step's
-        "teacher_flops_per_token": flops_per_token(teacher.config, workload.seq_len) / 3,
+        "teacher_flops_per_token": ModelFacts(teacher.config).flops_per_token(workload.seq_len) / 3,
     }
     return student, workload, more
 

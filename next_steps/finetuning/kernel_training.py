@@ -22,8 +22,8 @@ from harness.training.training_run import Run
 from next_steps.finetuning import checkpoint
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_optimizer
-from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
+from next_steps.patches.projections import layers_in_fp8
 
 NO_CHECKPOINTS = Checkpoints()
 
@@ -37,7 +37,7 @@ def train(
 ) -> dict:
     """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
     parallel.start(workload)
-    with checkpoints.claimed():
+    with checkpoints.folder_locked():
         resumes = checkpoints.resume is not None
         path, before = resuming.read(checkpoints.resume, workload) if resumes else (None, None)
         look_at_data(workload, before and before["day"])

@@ -126,14 +126,14 @@ def byte_tokenizer():
 
 def report(trainer, workload: Workload) -> dict:
     """Print a result block and return the record, from the trainer's log: an entry ends a step."""
-    from harness.model.adapters import counts
+    from harness.model.architecture import ModelFacts
     from harness.records.run_records import environment
     from harness.records.spread import timed
     from harness.steps.timing import peak_memory_bytes
 
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     record = {"kind": "sft", "environment": environment()}
-    record |= workload.as_record() | counts(trainer.model.config, workload)
+    record |= workload.as_record() | ModelFacts(trainer.model.config, workload).counts()
     record["losses"] = losses = [entry["loss"] for entry in log]
     for name, key in (("seconds", "train_runtime"), ("tokens", "num_input_tokens_seen")):
         record[name] = [after - before for before, after in pairwise([0, *(e[key] for e in log)])]

@@ -13,19 +13,20 @@ Not seen, and so not counted:
 All recorded runs that were compared are in bf16 on one H200.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
 from harness.cli import tables
 from harness.cli.workload import Workload, workload_line
-from harness.model.adapters import counts
-from harness.model.architecture import with_one_layer
+from harness.model.architecture import ModelFacts, with_one_layer
 from harness.model.config_file import load_config, reading
+from harness.profiling.kernel_facts import PHASES
 from harness.records import run_records
-from next_steps.memory.memory_ledger import KINDS, PHASES, stage_in_words
+from next_steps.memory.memory_ledger import KINDS, LOSS, stage_in_words
 from next_steps.memory.meta_step import run_step
-from next_steps.memory.peak_attribution import PARTS, account_of_estimate
+from next_steps.memory.peak_attribution import PARTS, TEMPORARY, account, kept_blocks
 
 CUBLAS_WORKSPACE = 32 * 2**20  # per thread and stream, on a Hopper GPU
 TOP = 3
@@ -42,9 +43,33 @@ def try_kernels(workload: Workload, for_gpu: bool = False) -> PreTrainedConfig:
 
 
 def estimate(config: PreTrainedConfig, workload: Workload) -> dict:
-    """Return the peak of a training step in bytes, its stage, and what it is made of."""
-    account = account_of_estimate(run_step(config, workload), workspaces=2 * CUBLAS_WORKSPACE)
-    return {"kernels": list(workload.kernels), **account}
+    """Return the peak of a training step in bytes, its stage, and what it is made of.
+
+    What is kept is of one micro-batch.  What waits in the host's memory is not counted.
+    """
+    ledger = run_step(config, workload)
+    found = account(ledger, workspaces=2 * CUBLAS_WORKSPACE)
+    # by operation: what is neither the model's nor kept
+    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for row in found["largest"]:
+        if row["part"] in (LOSS, TEMPORARY):
+            made_by[row["maker"]]["tensors"] += row["tensors"]
+            made_by[row["maker"]]["bytes"] += row["bytes"]
+    in_layers, outside = defaultdict(int), 0
+    for block in kept_blocks(ledger):
+        if block.stage[1] is None:
+            outside += block.n_bytes
+        else:
+            in_layers[block.kind] += block.n_bytes
+    return {
+        "kernels": list(workload.kernels),
+        **{key: found[key] for key in ("peak_memory_bytes", "phase", "layer")},
+        "parts": {part: found["parts"][part] for part in PARTS},
+        "made_by": dict(sorted(made_by.items(), key=lambda item: -item[1]["bytes"])),
+        "kept_in_layers": dict(in_layers),
+        "kept_outside": outside,
+        "phases": {phase: moment["bytes"] for phase, moment in found["phases"].items()},
+    }
 
 
 def report(workload: Workload, record_to: str | None = None) -> None:
@@ -58,7 +83,7 @@ def report(workload: Workload, record_to: str | None = None) -> None:
         "kind": "estimate",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(config, workload),
+        **ModelFacts(config, workload).counts(),
         "layers": config.num_hidden_layers,
         "estimates": [estimate(config, each) for each in workloads],
     }

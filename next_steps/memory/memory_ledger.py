@@ -5,9 +5,11 @@
     dies    nobody holds the storage any more: no Python variable and no node of the graph
 
 The ledger also writes down who asked for a storage and in which stage of the step.  What a storage
-is for follows from both: peak_attribution.py.
+is for follows from both: peak_attribution.py.  memory_estimate.py keeps a ledger of a step on meta
+tensors, memory_profile.py of a real step.
 
-memory_estimate.py keeps a ledger of a step on meta tensors, memory_profile.py of a real step.
+Who asked is read from Python's stack.  A named range around a part would not do: a part with a
+forward of its own, or with hooks, is called by its layer, and the fused layer calls no parts.
 """
 
 import gc
@@ -32,7 +34,6 @@ from next_steps.patches import apply_kernels
 ROUNDING = 512  # bytes: the CUDA allocator's unit
 PARAMETERS, STATE, GRADIENTS, BATCH = "parameters", "optimizer state", "gradients", "batch"
 LOSS = "logits and loss"
-PHASES = ["forward", "loss", "backward", "optimizer"]
 EMBEDDING = 0  # its number among the layers, in the backward
 ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "new_empty"),
@@ -49,24 +50,18 @@ KIND_OF_PART = {
     "Model": "embedding",
     "ForCausalLM": LOSS,
 }
-KIND_OF_FUNCTION = {
-    **{
-        f.part(part).forward: kind for f in FAMILIES.values() for part, kind in KIND_OF_PART.items()
-    },
-    **{f.modeling.apply_rotary_pos_emb: "q and k, rotated" for f in FAMILIES.values()},
-    apply_kernels.Attention.forward: "attention",
-    apply_kernels.attend: "attention",
-    apply_kernels.DecoderLayer.compute: "residual stream",
-    apply_kernels.ForCausalLM.forward: LOSS,
-    **{
-        pkgutil.resolve_name(function): kind
-        for row in ROWS
-        for function, kind in row.allocates.items()
-    },
-}
+KINDS_OF_FUNCTIONS = [
+    *((f.part(p).forward, kind) for f in FAMILIES.values() for p, kind in KIND_OF_PART.items()),
+    *((f.modeling.apply_rotary_pos_emb, "q and k, rotated") for f in FAMILIES.values()),
+    (apply_kernels.Attention.forward, "attention"),
+    (apply_kernels.attend, "attention"),
+    (apply_kernels.DecoderLayer.compute, "residual stream"),
+    (apply_kernels.ForCausalLM.forward, LOSS),
+    *((pkgutil.resolve_name(f), kind) for row in ROWS for f, kind in row.allocates.items()),
+]
 KIND_OF_CODE = {
     inspect.unwrap(called_function(function)).__code__: kind
-    for function, kind in KIND_OF_FUNCTION.items()
+    for function, kind in KINDS_OF_FUNCTIONS
 }
 KINDS = [  # in the order of the tables
     *("normalization", "q and k, rotated", "v, gate, up (norm_linear)", "v, gate, up (fp8)"),
@@ -128,7 +123,10 @@ class Sample:
 
 
 class Ledger(TorchDispatchMode):
-    """Every storage on the device that operations return while the mode is on."""
+    """Every storage on the device that operations return while the mode is on.
+
+    After each operation it asks a GPU's allocator for the most bytes that it gave away meanwhile.
+    """
 
     def __init__(self, device: str = "meta"):
         super().__init__()
@@ -141,11 +139,15 @@ class Ledger(TorchDispatchMode):
         self.enter(None)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
+            gc.collect()
         # a copy between GPU and host: meta tensors have nothing to copy
         results = args[0] if is_transfer(operation, args) else operation(*args, **(kwargs or {}))
+        name = name_of(operation)
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
-                self.record(tensor, name_of(operation))
+                self.record(tensor, name)
+        self.sample(name)
         return results
 
     def record(self, tensor: torch.Tensor, name: str) -> Block:
@@ -175,7 +177,7 @@ class Ledger(TorchDispatchMode):
                 self.record(tensor, part).part = part
 
     def sample(self, operation: str = "none") -> None:
-        """End a stretch of time, and ask a GPU's allocator about it."""
+        """End a stretch of time."""
         allocated = reserved = None
         if self.device == "cuda":
             statistics = torch.cuda.memory_stats()
@@ -187,17 +189,19 @@ class Ledger(TorchDispatchMode):
     def enter(self, phase: str | None, layer: int | None = None) -> None:
         """Begin a stage of the step.  Blocks that are born from now on belong to it."""
         self.sample()  # a sample is of one stage
-        is_first = (phase, layer) in ((None, None), ("forward", None))
-        if is_first and self.stage[0] != "backward":  # after it: the next micro-batch's forward
-            self.began, self.samples = self.time, []
-            self.forwards = []  # of each micro-batch: the moments of its beginning and end
-        if is_first:
+        if (phase, layer) in ((None, None), ("forward", None)):
             self.forward_began = self.time
+            if self.stage[0] != "backward":  # after it: the next micro-batch's forward
+                self.begin_step()
         if phase == "backward" and self.stage[0] == "loss":
             self.forwards.append((self.forward_began, self.time))
         self.stage = phase, layer
         if not self.samples:  # with nothing but what was there before
             self.sample()
+
+    def begin_step(self) -> None:
+        self.began, self.samples = self.time, []
+        self.forwards = []  # of each micro-batch: the moments of its beginning and end
 
     def follow_gradients(self, model: torch.nn.Module) -> None:
         """Claim the gradients; before the optimizer is made, whose hooks may free them."""
@@ -227,17 +231,6 @@ class Ledger(TorchDispatchMode):
         """Enter the backward of a layer when its output's gradient, if it has one, is complete."""
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: self.enter("backward", layer))
-
-
-class Observer(Ledger):
-    """A ledger of a real step that takes a sample after every operation."""
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if self.device == "cpu":  # what Triton's interpreter has used stays in reference cycles
-            gc.collect()
-        results = super().__torch_dispatch__(operation, types, args, kwargs)
-        self.sample(name_of(operation))
-        return results
 
 
 def stage_in_words(phase: str, layer: int | None, n_layers: int) -> str:

@@ -1,8 +1,7 @@
 """What fills the memory during a training step, and at its peak?  Measured on the real step.
 
 The allocator knows how many bytes it has given away, but not what for.  The ledger
-(memory_ledger.py) knows.  After each operation `Observer` asks the allocator for the most bytes it
-had given away meanwhile.  The parts come from the ledger, the height from the allocator, and what
+(memory_ledger.py) knows.  The parts come from the ledger, the height from the allocator, and what
 lies between has a row of its own.  So the rows add up to the measured peak.
 
 The allocator's own history, of which the snapshot is made, would not do: it holds Python stacks and
@@ -19,22 +18,23 @@ from harness.cli import output_files, tables
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload, size_in_words, workload_line
 from harness.data import dataset
-from harness.model.adapters import counts
-from harness.profiling.kernel_facts import KERNELS, ROWS
+from harness.model.architecture import ModelFacts
+from harness.profiling.kernel_facts import KERNELS, PHASES, ROWS
 from harness.records import run_records
 from harness.steps import stepping
 from next_steps.memory import memory_ledger as books
 from next_steps.memory.memory_estimate import try_kernels
-from next_steps.memory.memory_ledger import BATCH, EMBEDDING, PHASES, Observer
+from next_steps.memory.memory_ledger import BATCH, EMBEDDING, Ledger
 from next_steps.memory.peak_attribution import KEPT, MEASURED_PARTS, TEMPORARY, account
 from next_steps.patches.apply_kernels import make_optimizer
-from next_steps.patches.fp8_model import layers_in_fp8
 from next_steps.patches.patched_model import load_patched
+from next_steps.patches.projections import layers_in_fp8
 
+TOP = 6  # groups of tensors in the table
 STEPS = 3  # after the warm-up: without the ledger, for the snapshot, with the ledger
 
 
-def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Observer) -> None:
+def observed_step(model, optimizer, steps: list[list[dataset.Batch]], ledger: Ledger) -> None:
     """Take a training step with the last of the steps' micro-batches and write the ledger."""
     ledger.follow(model, optimizer)
     for batch in itertools.chain(*steps):
@@ -79,7 +79,7 @@ def report(
     warmup = workload.warmup
     data = dataset.load_data(workload, try_kernels(workload), warmup + STEPS)
     model = load_patched(workload)
-    ledger = Observer(DEVICE)
+    ledger = Ledger(DEVICE)
     ledger.follow_gradients(model)
     optimizer = make_optimizer(model, 1e-5, workload.kernels, moments=workload.moments)
     batches = [batch.to(DEVICE) for batch in data.train]
@@ -94,16 +94,18 @@ def report(
     if snapshot_to:
         snapshot_bytes = write_snapshot(snapshot_to, model, optimizer, steps[warmup + 1])
     observed_step(model, optimizer, steps, ledger)
+    found = account(ledger, cublas_workspaces())
     record = {
         "kind": "memory",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model.config, workload),
+        **ModelFacts(model.config, workload).counts(),
         **layers_in_fp8(model, workload),
         "layers": model.config.num_hidden_layers,
         "warmup_steps": warmup,
         "unobserved_peak_bytes": unobserved_peak,
-        **account(ledger, cublas_workspaces()),
+        **found,
+        "largest": found["largest"][:TOP],
         "snapshot": snapshot_to,
         "snapshot_bytes": snapshot_bytes,
     }
@@ -216,32 +218,28 @@ def plot(record: dict, path: str) -> None:
     """Draw the parts over the step as stacked areas, with the phases and the peak, as one PNG."""
     line = record["timeline"]
     unit_name, unit = tables.decimal_unit([record["peak_memory_bytes"]], "GB", "MB", 1e9)
-    others = zip(*(values for part, values in line["parts"].items() if part not in COLORS))
-    areas = {part: values for part, values in line["parts"].items() if part in COLORS}
-    areas["other"] = map(sum, others)
-    areas = {part: [n_bytes / unit for n_bytes in values] for part, values in areas.items()}
-    heights = [sum(values) for values in zip(*areas.values())]
-    # the place of each point; each phase of every micro-batch with its beginning and end
-    at, end, phases = [], 0.0, []
+    areas = dict.fromkeys(COLORS, 0.0)
+    for part, values in line["parts"].items():
+        areas[part if part in COLORS else "other"] += (
+            torch.tensor(values, dtype=torch.float64) / unit
+        )
+    heights = sum(areas.values())
+    top = heights.max().item()
+    figure, axis = tables.pyplot().subplots(figsize=(11, 5.5))
+    at, end, named = [], 0.0, set()  # at: the place of each point
+    # each phase of every micro-batch
     for phase, stages in itertools.groupby(line["stages"], key=lambda stage: stage["phase"]):
         start = end
         for stage in stages:
             wide = width(stage, record["layers"])
             at += [end + wide * (i + 0.5) / stage["points"] for i in range(stage["points"])]
             end += wide
-        phases.append((phase, start, end))
-
-    figure, axis = tables.pyplot().subplots(figsize=(11, 5.5))
-    colors = [COLORS[part] for part in areas]
-    axis.stackplot(at, *areas.values(), labels=areas, colors=colors, linewidth=0)
-    top = max(heights)
-    named = set()
-    for phase, start, stop in phases:
         axis.axvline(start, color="black", linestyle=":", linewidth=1)
         if phase not in named:
-            axis.text((start + stop) / 2, 1.22 * top, phase, ha="center", va="top")
+            axis.text((start + end) / 2, 1.22 * top, phase, ha="center", va="top")
         named.add(phase)
-    peak_at = at[heights.index(top)]
+    axis.stackplot(at, *areas.values(), labels=areas, colors=COLORS.values(), linewidth=0)
+    peak_at = at[heights.argmax()]
     axis.plot(peak_at, top, "v", color="black")
     beside, side = (6, "left") if peak_at < end / 2 else (-6, "right")
     axis.annotate(

@@ -26,7 +26,7 @@ from harness.model.architecture import TORCH_DTYPES
 from harness.steps import stepping
 from harness.steps.launches import intercepted, replaced
 from next_steps.memory.memory_ledger import BATCH, Ledger
-from next_steps.patches import apply_kernels, patched_model, quantize
+from next_steps.patches import apply_kernels, patched_model, projections
 
 MICRO_BATCHES = 3  # the first finds no gradients, the last may free them
 ATTENTION = "as_on_a_gpu"  # the name of `meta_attention` in transformers
@@ -86,7 +86,7 @@ def run_step(config: PreTrainedConfig, workload: Workload, ledger: Ledger | None
     with architecture.unpacked_sequences(), counted_launches(ledger.launches), ledger:
         model = architecture.build_model(config, TORCH_DTYPES[workload.dtype], "meta")
         if workload.frozen_as:
-            quantize.quantize_model(model, workload.frozen_as)
+            projections.quantize_model(model, workload.frozen_as)
         add_adapters(model, workload)
         if model.config._attn_implementation != "eager":
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION, meta_attention)

@@ -13,8 +13,9 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
+from harness.profiling.kernel_facts import PHASES
 from next_steps.memory import memory_ledger as books
-from next_steps.memory.memory_ledger import LOSS, PHASES, Block, Ledger
+from next_steps.memory.memory_ledger import LOSS, Block, Ledger
 
 KEPT, TEMPORARY, WORKSPACES = "activations", "temporaries", "cuBLAS workspaces"
 PARTS = [
@@ -23,7 +24,6 @@ PARTS = [
 ]
 UNSEEN = "inside operations, rounding"
 MEASURED_PARTS = [*PARTS, UNSEEN]
-TOP = 6  # groups of tensors
 # points of the timeline: in all layers of a phase together, and in each other stage of the step
 LAYERS_POINTS, STAGE_POINTS = 128, 24
 
@@ -94,52 +94,19 @@ def highest_of(found: list[Window], *phases: str) -> Window:
     return max((w for w in found if w.sample.stage[0] in phases), key=lambda w: w.height)
 
 
-def account_of_estimate(ledger: Ledger, workspaces: int) -> dict:
-    """Return the peak of a step on meta tensors in bytes, its stage, and what it is made of.
-
-    What is kept is of one micro-batch.  What waits in the host's memory is not counted.
-    """
-    parts = history(ledger, workspaces)
-    found = windows(ledger, parts)
-    peak = highest_of(found, *PHASES)
-    # by operation: what is neither the model's nor kept
-    made_by = defaultdict(lambda: {"tensors": 0, "bytes": 0})
-    for block in blocks_at(ledger, peak.highest):
-        if part_of(ledger, block) in (LOSS, TEMPORARY):
-            made_by[block.operation]["tensors"] += 1
-            made_by[block.operation]["bytes"] += block.n_bytes
-    in_layers, outside = defaultdict(int), 0
-    for block in kept_blocks(ledger):
-        if block.stage[1] is None:
-            outside += block.n_bytes
-        else:
-            in_layers[block.kind] += block.n_bytes
-    phase, layer = peak.sample.stage
-    return {
-        "peak_memory_bytes": peak.height,
-        "phase": phase,
-        "layer": layer,
-        "parts": {part: values[peak.highest] for part, values in parts.items()},
-        "made_by": dict(sorted(made_by.items(), key=lambda item: -item[1]["bytes"])),
-        "kept_in_layers": dict(in_layers),
-        "kept_outside": outside,
-        "phases": {phase: highest_of(found, phase).height for phase in PHASES},
-    }
-
-
-def largest(ledger: Ledger, moment: int) -> list[dict]:
-    """Return the largest groups of tensors at a moment, by part and maker.
+def groups(ledger: Ledger, moment: int) -> list[dict]:
+    """Return the tensors at a moment by part and maker, the largest group first.
 
     The maker of an activation is the part of the model that asked for it, of others the operation.
     """
-    groups = defaultdict(list)
+    found = defaultdict(list)
     for block in blocks_at(ledger, moment):
         part = part_of(ledger, block)
         if part not in (books.PARAMETERS, books.STATE, books.BATCH):
             maker = block.kind if part == KEPT and block.kind else block.operation
-            groups[part, maker].append(block)
+            found[part, maker].append(block)
     rows = []
-    for (part, maker), blocks in groups.items():
+    for (part, maker), blocks in found.items():
         example = max(blocks, key=lambda block: block.n_bytes)
         rows.append(
             {
@@ -151,7 +118,7 @@ def largest(ledger: Ledger, moment: int) -> list[dict]:
                 "shape": list(example.shape),
             }
         )
-    return sorted(rows, key=lambda row: -row["bytes"])[:TOP]
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
 def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
@@ -178,8 +145,8 @@ def timeline(parts: dict[str, list[int]], found: list[Window]) -> dict:
     }
 
 
-def account(ledger: books.Observer, workspaces: int) -> dict:
-    """Return the peak of a real step and the highest moment of each phase, in bytes by parts."""
+def account(ledger: Ledger, workspaces: int) -> dict:
+    """Return the peak of a step and the highest moment of each phase, in bytes by parts."""
     parts = history(ledger, workspaces)
     found = windows(ledger, parts)
 
@@ -201,7 +168,7 @@ def account(ledger: books.Observer, workspaces: int) -> dict:
         "phase": phase,
         "layer": layer,
         "operation": peak.sample.operation,
-        "largest": largest(ledger, peak.highest),
+        "largest": groups(ledger, peak.highest),
         "phases": {phase: describe(highest_of(found, phase)) for phase in PHASES},
         "timeline": timeline(parts, found),
     }

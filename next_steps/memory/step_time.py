@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Workload
-from harness.model.architecture import TORCH_DTYPES, head_size
+from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.profiling import costs
 from harness.profiling.diagnose import TARGET
 from harness.steps import timing
@@ -30,9 +30,6 @@ from next_steps.memory.memory_ledger import Ledger, is_transfer
 from next_steps.memory.meta_step import run_step
 from next_steps.patches import offload
 
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of the first factor
-# q @ k.t() and p @ v; the backward computes the first again, and four gradients
-ATTENTION_PRODUCTS = {False: 2, True: 5}
 LINK_BYTES = 2**28 if HAS_GPU else 2**20
 
 
@@ -43,27 +40,26 @@ class Work(Ledger):
         self.sizes = sizes
         super().__init__()
 
-    def enter(self, phase: str | None, layer: int | None = None) -> None:
-        if (phase, layer) in ((None, None), ("forward", None)):  # a new step
-            self.product_flops = 0.0
-            self.attention_flops = {"forward": 0.0, "backward": 0.0}
-            self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
-            self.link_bytes = 0  # between the GPU and the host
-            self.launches.clear()
-        super().enter(phase, layer)
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.product_flops = 0.0
+        self.attention_flops = {"forward": 0.0, "backward": 0.0}
+        self.moved = {"optimizer": 0.0, "other": 0.0}  # bytes
+        self.link_bytes = 0  # between the GPU and the host
+        self.launches.clear()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = super().__torch_dispatch__(operation, types, args, kwargs)
         name = operation.overloadpacket.__name__
         kind = name.removesuffix("_")
-        if kind in PRODUCTS:
-            first = args[PRODUCTS[kind]]
+        if kind in costs.MATMULS:
+            first = args[costs.MATMULS[kind]]
             self.product_flops += 2.0 * results.numel() * first.shape[-1]
         elif "attention" in name:
-            backward = "backward" in name
-            query, key = args[1:3] if backward else args[:2]
-            flops = ATTENTION_PRODUCTS[backward] * 2.0 * query.numel() * key.shape[-2] / 2
-            self.attention_flops["backward" if backward else "forward"] += flops
+            way = "backward" if "backward" in name else "forward"
+            query, key = args[:2] if way == "forward" else args[1:3]  # after the gradient
+            products = costs.ATTENTION_PRODUCTS[way]
+            self.attention_flops[way] += products * 2.0 * query.numel() * key.shape[-2] / 2
         elif is_transfer(operation, args):
             self.link_bytes += results.numel() * results.element_size()
         else:
@@ -103,7 +99,7 @@ def tensors_in(tree) -> list[torch.Tensor]:
 def count_work(config: PreTrainedConfig, workload: Workload) -> Work:
     """Return the work of one step of one micro-batch."""
     one = replace(workload, accumulate=None)
-    return run_step(config, one, Work(costs.sizes_of(config, one)))
+    return run_step(config, one, Work(costs.sizes_of(ModelFacts(config, one))))
 
 
 def link_rate() -> float:
@@ -116,7 +112,9 @@ def link_rate() -> float:
 def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, float]:
     """Return TFLOP/s of causal attention at the workload's size, forward and backward."""
     heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-    shapes = [(workload.batch_size, n, workload.seq_len, head_size(config)) for n in heads]
+    shapes = [
+        (workload.batch_size, n, workload.seq_len, ModelFacts(config).head_size) for n in heads
+    ]
     options = {"dtype": TORCH_DTYPES[workload.dtype], "device": DEVICE, "requires_grad": True}
     q, k, v = (torch.randn(shape, **options) for shape in shapes)
 
@@ -127,7 +125,7 @@ def attention_rates(config: PreTrainedConfig, workload: Workload) -> dict[str, f
     out = calls["forward"]()
     gradient, rates = torch.randn_like(out), {}
     for name, call in calls.items():
-        flops = ATTENTION_PRODUCTS[name == "backward"] * q.numel() * workload.seq_len
+        flops = costs.ATTENTION_PRODUCTS[name] * q.numel() * workload.seq_len
         rates[name] = flops / timing.time_us(call).p50 / 1e6
     return rates
 

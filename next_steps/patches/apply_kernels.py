@@ -182,9 +182,13 @@ def triton_adamw(
     So gradients never all exist at once (but with DDP), and they cannot be clipped.  moments: of
     flags.MOMENTS; None: in the parameters' dtype.
     """
-    options = {"stochastic_rounding": stochastic_rounding, "step_in_backward": True}
-    options["moments_dtype"] = torch.uint8 if moments else None
-    return TritonAdamW(stepping.trained(model), lr=lr, **options)
+    return TritonAdamW(
+        stepping.trained(model),
+        lr=lr,
+        stochastic_rounding=stochastic_rounding,
+        step_in_backward=True,
+        moments_dtype=torch.uint8 if moments else None,
+    )
 
 
 def model_kernels(kernels: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE
-from harness.cli.workload import Workload, draws_weights
+from harness.cli.workload import Frozen, Workload, draws_weights
 from harness.model import loading
 from harness.model.adapters import add_adapters, read_adapters
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
@@ -19,8 +19,7 @@ from harness.model.config_file import load_config
 from harness.model.loading import load_weights
 from harness.model.packed_attention import use_packed_attention
 from next_steps.patches.apply_kernels import apply_kernels, model_kernels
-from next_steps.patches.fp8_model import fp8_layers, require_fp8
-from next_steps.patches.quantize import quantize_layer
+from next_steps.patches.projections import fp8_layers, quantize_layer, require_fp8
 from next_steps.patches.recompute import set_recompute
 
 
@@ -63,7 +62,9 @@ def load_quantized(workload: Workload) -> torch.nn.Module:
     return model
 
 
-def draw_quantized(config: PreTrainedConfig, dtype: torch.dtype, kept_as: str) -> torch.nn.Module:
+def draw_quantized(
+    config: PreTrainedConfig, dtype: torch.dtype, kept_as: Frozen
+) -> torch.nn.Module:
     """Draw the weights that `build_model` draws, each part on the device and in the same order.
 
     In `build_model` a module draws when it is made, and transformers draws again when all are made.

@@ -35,7 +35,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 from harness.cli.flags import RECOMPUTE
-from harness.model.architecture import head_size
+from harness.model.architecture import ModelFacts
 from harness.model.exact_modules import is_unchanged
 from harness.model.families import family_of
 from harness.model.known_texts import CACHE, is_known_text
@@ -45,7 +45,7 @@ from next_steps.patches.offload import Offloader
 NONE, NORM, MLP, LAYER = RECOMPUTE
 
 
-class Instead(functools.partial):
+class ReplacedForward(functools.partial):
     """A forward that this file put into a module, in the place of the class's."""
 
 
@@ -63,24 +63,24 @@ def set_recompute(
     for number, layer in enumerate(model.model.layers):
         norms = layer.input_layernorm, layer.post_attention_layernorm
         for module in (layer, layer.mlp, *norms):
-            if isinstance(vars(module).get("forward"), Instead):
+            if isinstance(vars(module).get("forward"), ReplacedForward):
                 del module.forward
-        notes, noted = Notes(number, offloader), offload
+        hooks, has_hooks = LayerHooks(number, offloader), offload
         if isinstance(layer, apply_kernels.DecoderLayer):
             # a layer that runs twice keeps, the second time, what would run a third time
             layer.keep_norm = level in (NONE, LAYER)
             layer.keep_product = level in (NONE, NORM, LAYER)
         elif level in (NORM, MLP):
-            noted = True
+            has_hooks = True
             for norm in norms:
-                norm.forward = Instead(notes.recomputed, norm, norm.forward)
+                norm.forward = ReplacedForward(hooks.recomputed, norm, norm.forward)
             is_plain = type(layer.mlp) is plain_mlp and is_unchanged(layer.mlp)
             if level == MLP and is_plain and is_known_text(plain_mlp.forward):
-                layer.mlp.forward = Instead(forgetful_mlp, layer.mlp, notes)
+                layer.mlp.forward = ReplacedForward(forgetful_mlp, layer.mlp, hooks)
         if level == LAYER:
-            layer.forward = Instead(checkpointed, model.config, layer, layer.forward)
-        if noted:
-            layer.forward = Instead(notes.around, layer.forward)
+            layer.forward = ReplacedForward(checkpointed, model.config, layer, layer.forward)
+        if has_hooks:
+            layer.forward = ReplacedForward(hooks.around, layer.forward)
     return model
 
 
@@ -118,7 +118,7 @@ def result_of(maker, *geometry) -> torch.Tensor:
     return again(maker)[1].detach().as_strided(*geometry)
 
 
-class Notes:
+class LayerHooks:
     """A layer's hooks: in place of a `Recomputed`'s result autograd keeps who made it.
 
     Everything else stays, or with an offloader goes to the host's memory.
@@ -159,13 +159,13 @@ class Notes:
         return result
 
 
-def forgetful_mlp(mlp: torch.nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+def forgetful_mlp(mlp: torch.nn.Module, hooks: LayerHooks, x: torch.Tensor) -> torch.Tensor:
     """Do what transformers' MLP does; the product is computed again; x and result (B, T, H)."""
 
     def product(gate, up):
         return mlp.act_fn(gate) * up
 
-    return mlp.down_proj(notes.recomputed(mlp, product, mlp.gate_proj(x), mlp.up_proj(x)))
+    return mlp.down_proj(hooks.recomputed(mlp, product, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def attention_pays(config: PreTrainedConfig, seq_len: int) -> bool:
@@ -175,12 +175,10 @@ def attention_pays(config: PreTrainedConfig, seq_len: int) -> bool:
     kept saves 2 T.  All that mlp keeps beyond the layer's input saves the 2 P FLOPs of the products
     with a layer's P weights.  In LLaMA 3.1 8B attention pays from T = 5,072 on.
     """
-    heads = config.num_attention_heads * head_size(config)
-    projected = heads + 2 * config.num_key_value_heads * head_size(config)  # q, k, v
-    weights = config.hidden_size * (projected + heads + 3 * config.intermediate_size)
-    # mlp keeps q, k, v, attention's output, the second residual, gate and up
-    kept = projected + heads + config.hidden_size + 2 * config.intermediate_size
-    return seq_len > weights / kept
+    facts = ModelFacts(config)
+    # mlp keeps q, k, v, the second residual, gate and up, and attention's output
+    *kept, _ = (rows for rows, _ in facts.shapes.values())
+    return seq_len > facts.layer_weights / (sum(kept) + facts.shapes["o_proj"][1])
 
 
 def keep_attention(context, operation, *args, **kwargs) -> CheckpointPolicy:

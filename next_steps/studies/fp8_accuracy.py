@@ -77,7 +77,7 @@ def train(workload: Workload, every: int) -> dict:
     from harness.training.training_run import Run, validation_loss
     from next_steps.finetuning import kernel_training
     from next_steps.patches import patched_model
-    from next_steps.patches.fp8_model import without_fp8
+    from next_steps.patches.projections import without_fp8
 
     class Validated(Run):
         """A run that validates every so many steps."""
@@ -134,7 +134,7 @@ def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[di
 def measure_accuracy(args: argparse.Namespace) -> dict:
     """Train every seed in every way; return the record."""
     from harness.cli.device import HAS_GPU
-    from next_steps.patches.fp8_model import require_fp8
+    from next_steps.patches.projections import require_fp8
 
     study = STUDIES[args.study]
     if study.as_trained:

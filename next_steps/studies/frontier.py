@@ -76,8 +76,7 @@ def measured_ways(workload: Workload) -> Iterator[tuple[Workload, dict]]:
 def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Predict and measure every row, print the table, write record and picture."""
     from harness.cli.device import HAS_GPU, free_memory
-    from harness.model.adapters import counts
-    from harness.model.architecture import TORCH_DTYPES
+    from harness.model.architecture import TORCH_DTYPES, ModelFacts
     from harness.model.config_file import load_config
     from harness.profiling import profiler
     from next_steps.memory import memory_estimate, step_time
@@ -91,7 +90,7 @@ def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | N
         "kind": "frontier",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(config, workload),
+        **ModelFacts(config, workload).counts(),
         "rates": rates,
         "rows": [],
     }
@@ -192,10 +191,10 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
     """Find the longest sequence that fits and time a step of it; print and record both."""
     from harness.cli.device import DEVICE, HAS_GPU
     from harness.data.dataset import random_batch
-    from harness.model.adapters import counts
+    from harness.model.architecture import ModelFacts
     from harness.steps.measured import measure
     from next_steps.finetuning import kernel_training
-    from next_steps.patches.fp8_model import layers_in_fp8
+    from next_steps.patches.projections import layers_in_fp8
 
     model, _, optimizer = kernel_training.prepare(workload)
     if not HAS_GPU:
@@ -229,7 +228,7 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
         "kind": "longest",
         "environment": run_records.environment(),
         **workload.as_record(),
-        **counts(model.config, workload),
+        **ModelFacts(model.config, workload).counts(),
         **layers_in_fp8(model, workload),
         "first_length": first,
         "length_step": step,
@@ -256,9 +255,9 @@ def next_length(longest: int | None, too_long: int, bisect: bool, step: int) -> 
 
 def attention_share(config, workload: Workload, length: int) -> float:
     """Return attention's share of a step's FLOPs, with nothing computed twice."""
-    from harness.model.adapters import flops_per_token
+    from harness.model.architecture import ModelFacts
 
-    without, whole = (flops_per_token(config, workload, n) for n in (0, length))
+    without, whole = map(ModelFacts(config, workload).flops_per_token, (0, length))
     return 1 - without / whole
 
 

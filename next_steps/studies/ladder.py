@@ -67,7 +67,7 @@ def script_of(workload: Workload) -> str:
 def other_runs(workload: Workload, graphs: bool) -> tuple[list[tuple[str, Workload]], list[str]]:
     """Return the names and workloads of the runs after the rungs, and why FP8 is left out."""
     from harness.cli.device import HAS_GPU
-    from next_steps.patches.fp8_model import require_fp8
+    from next_steps.patches.projections import require_fp8
 
     two, with_two = " + ".join(PLAYBOOK_KERNELS), {"kernels": PLAYBOOK_KERNELS}
     in_fp8, graph = {"kernels": tuple(KERNELS), "fp8": FP8_ALL}, {"cuda_graph": True}
@@ -110,6 +110,7 @@ def profile_of(workload: Workload) -> dict:
 def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -> None:
     """Run the baseline, its profile, every rung and the others; print, draw and record them."""
     from harness.cli.device import HAS_GPU
+    from harness.model.architecture import ModelFacts
     from harness.profiling.costs import sizes_of
     from next_steps.memory.memory_estimate import try_kernels
 
@@ -137,7 +138,7 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
 
     baseline = add_run(BASELINE, None, workload)
     record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
-    sizes, kernels, busy_ms = sizes_of(config, workload), (), record["busy_ms"]
+    sizes, kernels, busy_ms = sizes_of(ModelFacts(config, workload)), (), record["busy_ms"]
     for rung in RUNGS:
         kernels = (*kernels, rung.name)
         floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6

@@ -54,34 +54,9 @@ def row_in_words(row: dict) -> str:
     return f"{name}: {row['median_ms']:,.1f} ms, {speed}, {row['peak_memory_bytes'] / 1e9:.1f} GB"
 
 
-# ---------------------------------------------------------------- records
-
-
-def is_row(value: object) -> bool:
-    """Return True for a row of the record, measured or too large."""
-    numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
-    has_numbers = run_records.has_numbers
-    named = has_numbers("batch_size", "seq_len")(value) and run_records.is_text(value.get("way"))
-    return named and ("failure" in value or has_numbers(*numbers)(value))
-
-
-# the keys that are read of a record, each with the check of its value
-KEYS = {
-    "environment": run_records.is_environment,
-    **dict.fromkeys(("model", "weights", "dtype"), run_records.is_text),
-    "parameters": run_records.is_positive,
-    "world_size": run_records.is_count,
-    "parallel": lambda kind: kind is None or run_records.is_text(kind),
-    "absent": run_records.is_list_of(run_records.is_text),
-    "rows": run_records.is_list_of(is_row),
-}
-
-
 def read(paths: list[str]) -> list[dict]:
     """Read a record of one process and then records of several, of one model on one kind of GPU."""
     records = [run_records.read_record(path, "scaling") for path in paths]
-    for path, record in zip(paths, records):
-        run_records.require_keys(path, record, KEYS)
     if len(records) < 2:
         raise UserError(f"{paths[0]} alone is no comparison: add a record of several processes")
     first = records[0]

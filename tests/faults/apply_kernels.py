@@ -53,10 +53,10 @@ FAULTS = {
     "test_rotary_function_in_a_module_of_kernels[True]": [
         ("another library's forward bypassed", "called_function(rotary)", "family.part('Attention').forward"),
     ],
-    "test_hook_on_the_activation_is_called[fused_layer]": [
+    "test_what_counts_the_calls_of_a_part_is_called[mlp.act_fn-False-by_a_hook]": [
         ("activation bypassed", " or not is_silu(mlp.act_fn):", ":"),
     ],
-    "test_loss_function_of_the_users_own_wins[cross_entropy-True-True]": [
+    "test_another_loss_function_wins[cross_entropy-users_own-True-True]": [
         ("the user's loss bypassed", " and self.loss_function is ForCausalLMLoss", ""),
     ],
     "tests.families_test::test_training_has_the_unpatched_loss_and_gradients[nothing else-qwen3]": [

@@ -1,7 +1,20 @@
-"""FP8 in a Hugging Face model: `fp8_layers(apply_kernels(model))`.
+"""Projections that multiply other numbers than bf16's: frozen ones in NF4 or FP8, trained in FP8.
 
-Each decoder layer that the fused layer stands for gets a class that derives from its own, and
-computes with the Functions of fp8_layer.py.  In each call it asks whether these still fit.
+    model = quantize_model(model, Frozen.NF4)      then adapters, kernels, training
+    model = fp8_layers(apply_kernels(model))       all weights are trained
+
+    Frozen.NF4                 4 bits, written out in bf16 to be multiplied: QLoRA
+    Frozen.FP8, FP8_COMPACT    8 bits, multiplied as they are: frozen_fp8.py
+    fp8_layers                 bf16, rounded to FP8 in each step: fp8_layer.py
+
+Norms, embedding and head stay as they are: norms are small, a step reads a few rows of the
+embedding, and an error of the head is an error of the logits.  patched_model.py quantizes a model
+while it loads.  Under fully_shard each process has the whole quantized weight, which is no
+parameter.
+
+In a layer that is trained in FP8 all projections fit, or none computes so.  Each decoder layer that
+the fused layer stands for gets a class that derives from its own, and in each call it asks whether
+fp8_layer.py's Functions still fit.
 """
 
 import contextlib
@@ -10,16 +23,102 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from harness.cli.adapter_config import SHARING, TARGETS
 from harness.cli.command_line import UserError
-from harness.cli.workload import Workload
+from harness.cli.workload import Frozen, Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
 from harness.steps import parallel
 from next_steps.layers.fp8_layer import Casts, mlp_fp8, o_fp8, qkv_fp8
-from next_steps.lessons.fp8_kernel import MULTIPLE, fp8_support, takes_fp8
+from next_steps.layers.frozen_fp8 import frozen_fp8
+from next_steps.layers.lora_linear import QuantizedLinear
+from next_steps.lessons.fp8_kernel import MAX_COLUMNS, MULTIPLE, fp8_support, takes_fp8
+from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
 from next_steps.patches import apply_kernels
 
 SHARE = 0.95  # of a GPU's memory, that tensors may fill
+
+# ---------------------------------------------------------------- frozen weights
+
+
+class NF4Linear(QuantizedLinear):
+    """The weight is kept in NF4, and written out to be multiplied.
+
+    Codes and scales are buffers with the names of NF4's fields.  fp32 buffers are kept as int32
+    numbers of the same bits, which `half()` and `to(dtype)` leave alone.
+    """
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__(linear)
+        for name, t in nf4_quantize(linear.weight)._asdict().items():
+            self.register_buffer(name, t.view(torch.int32) if t.dtype == torch.float32 else t)
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        return self.codes
+
+    @property
+    def nf4(self) -> NF4:
+        buffers = (getattr(self, name) for name in NF4._fields)
+        return NF4(*(t.view(torch.float32) if t.dtype == torch.int32 else t for t in buffers))
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight (out_features, in_features), in memory of its own."""
+        shape = self.out_features, self.in_features
+        return nf4_dequantize(self.nf4, shape, self.compute_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = NF4LinearFunction.apply(x, (self.out_features, self.in_features), *self.nf4)
+        return out if self.bias is None else out + self.bias
+
+
+def quantize_model(model: torch.nn.Module, kept_as: Frozen) -> torch.nn.Module:
+    """Replace a model's projections, before adapters and kernels; return the model."""
+    for layer in model.model.layers:
+        quantize_layer(layer, kept_as)
+    return model
+
+
+def quantize_layer(layer: torch.nn.Module, kept_as: Frozen) -> None:
+    """Do the same in one decoder layer."""
+    found = [path for path, module in layer.named_modules() if type(module) is torch.nn.Linear]
+    paths = {path.rpartition(".")[2]: path for path in found}
+    if paths.keys() != set(TARGETS["all"]):
+        given = f"a layer's plain matrices are {', '.join(sorted(paths)) or 'none'}"
+        expected = f"expected {', '.join(TARGETS['all'])}"
+        raise UserError(f"{given}, {expected}: quantize once, before adapters")
+    for names in SHARING:
+        linears = [layer.get_submodule(paths[name]) for name in names]
+        try:
+            made = quantized(linears, kept_as)
+        except ValueError as error:
+            given = f"a layer's {', '.join(names)} cannot be kept as {kept_as.value}"
+            flag = "--quantize" if kept_as is Frozen.NF4 else "--fp8"
+            raise UserError(f"{given}, because its {error}: leave {flag} out") from error
+        for name, module in zip(names, made):
+            layer.set_submodule(paths[name], module)
+
+
+def quantized(linears: Sequence[torch.nn.Linear], kept_as: Frozen) -> list[torch.nn.Module]:
+    """Return what replaces projections that share an input.
+
+    Raises:
+        ValueError: NF4 or FP8 does not take a weight, or the results of one input are too wide.
+    """
+    if kept_as is Frozen.NF4:
+        return [NF4Linear(linear) for linear in linears]
+    for linear in linears:
+        if not takes_fp8(*linear.weight.shape):
+            given = f"weight has shape {tuple(linear.weight.shape)}"
+            raise ValueError(f"{given}, expected multiples of {MULTIPLE}")
+    width = sum(linear.out_features for linear in linears)
+    if width > MAX_COLUMNS:
+        expected = f"expected at most {MAX_COLUMNS:,}"
+        raise ValueError(f"result has rows of {width:,} numbers, {expected}")
+    return frozen_fp8(linears, keep_turned=kept_as is not Frozen.FP8_COMPACT)
+
+
+# ---------------------------------------------------------------- trained in FP8
 
 
 class DecoderLayer(torch.nn.Module):

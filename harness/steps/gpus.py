@@ -1,0 +1,35 @@
+"""What is published of GPUs: the peaks that runs and predictions are measured against."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures; None where nothing here reads them."""
+
+    bf16_tflops: int  # dense, of matrix products
+    target: str | None = None  # of tools/compile_targets.py
+    multiprocessors: int | None = None
+    fp32_tflops: float | None = None
+    tbs: float | None = None  # TB/s of the memory
+
+
+# By a part of the GPU's name; the first match wins.  NVIDIA's data sheets, but for GB300's
+# multiprocessors (of the full chip), memory and fp32: docs/gb300.md has the sources.
+GPUS = {
+    "GB300": Gpu(2500, "sm_103", multiprocessors=160, fp32_tflops=80, tbs=8),
+    "B300": Gpu(2500),
+    "GB200": Gpu(2500),
+    "B200": Gpu(2250),
+    "H200": Gpu(989, "sm_90", multiprocessors=132, fp32_tflops=67, tbs=4.8),
+    "H100 80GB HBM3": Gpu(989, "sm_90", multiprocessors=132, fp32_tflops=67, tbs=3.35),
+    "GH200": Gpu(989),
+    "A100": Gpu(312),
+}
+OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
+
+
+def peak_tflops(gpu: str | None, precision: str = "bf16") -> int | None:
+    """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
+    bf16 = next((row.bf16_tflops for name, row in GPUS.items() if gpu and name in gpu), None)
+    return bf16 and bf16 * OF_BF16[precision.split(",")[0]]
