@@ -413,12 +413,12 @@ def with_weights_of_a_subclass(model):
     return model
 
 
-CASTS = [
-    torch.nn.Module.double,
-    with_wide_head,
-    with_wide_weights_in_norms,
-    with_weights_of_a_subclass,
-]
+CASTS = {  # and what the gradients may differ by
+    torch.nn.Module.double: 1e-5,
+    with_wide_head: 2e-2,
+    with_wide_weights_in_norms: 1e-3,  # of which one number may be rounded to its bf16 neighbour
+    with_weights_of_a_subclass: 1e-5,
+}
 
 
 @TOGETHER_AND_ALONE
@@ -427,7 +427,7 @@ def test_a_model_that_is_cast_later_runs_as_without_the_kernels(cast, names):
     """In float64 the kernels refused it, and a subclass's product was not asked for."""
     models = [cast(each) for each in without_and_with(names)]
     expected, found = map(loss_and_gradients, models)
-    assert_equal(found, expected, allowed=2e-2 if cast is with_wide_head else 1e-5)
+    assert_equal(found, expected, allowed=CASTS[cast])
     logits = [model.eval()(make_batch()["input_ids"]).logits for model in models]
     assert logits[0].dtype == logits[1].dtype
     of = [{name: value.dtype for name, value in values.items()} for values in (expected, found)]

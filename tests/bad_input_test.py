@@ -48,7 +48,7 @@ MUTATIONS = [
     *(("num_key_value_heads", *value) for value in ((0, "num_key_value_heads = 0"), (3, "(3)"))),
     *(("hidden_size", value, "hidden_size") for value in (0, -64, 64.5)),
     ("hidden_act", None, "hidden_act"),
-    ("head_dim", 15, "head_dim"),
+    ("head_dim", 15, "15"),  # transformers 5.17 names no field
     ("intermediate_size", 0, "intermediate_size = 0"),
     ("vocab_size", 0, "vocab_size = 0"),
     ("pad_token_id", 257, "Padding_idx"),  # outside the vocabulary

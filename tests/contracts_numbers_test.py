@@ -215,6 +215,8 @@ def test_gradient_reaches_the_tensor_behind_a_view(subject, name):
 @contract("case", lambda subject: subject.far)
 def test_rows_beyond_int32(subject, case, far_apart):
     name, dim = case
+    if HAS_GPU and name in subject.multiplied:
+        pytest.skip("cuBLAS reads it, and ends the process at such strides")
     inputs, douts = subject.make(subject.far_rows, subject.far_size or subject.size, torch.bfloat16)
     expected = run(subject, subject.function, inputs, douts)
     tensors = inputs if name in inputs else douts

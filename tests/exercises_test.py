@@ -281,9 +281,8 @@ def test_the_judge_says_its_exit_code_at_its_end(monkeypatch, tmp_path):
 
 # ---- The page
 
-# of docs/exercises.md, in its order: what is replaced in the solution; None: there is no kernel
+# of docs/exercises.md, in its order: what is replaced in the solution
 SESSIONS = {
-    "untouched": None,
     "BLOCK_SIZE": ("/ n_cols + eps", "/ BLOCK_SIZE + eps"),
     "no mask": ("rstd * weight, mask=mask)", "rstd * weight)"),
     "right": ("", ""),
@@ -292,8 +291,7 @@ SESSIONS = {
 
 def session(change, launch_of) -> str:
     name = "rmsnorm_forward"
-    launch = launch_of(name, change) if change else answer.load(str(file_of(name)))
-    return f"{answer.report(name, launch)[1]}\n"
+    return f"{answer.report(name, launch_of(name, change))[1]}\n"
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the page shows what is printed without a GPU")

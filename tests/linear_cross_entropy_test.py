@@ -155,9 +155,10 @@ def dweight_errors(dtype, *n_chunks):
 def test_error_of_dweight_does_not_grow_with_the_number_of_chunks(dtype, monkeypatch):
     one, four, sixteen, eager = dweight_errors(dtype, 1, 4, 16)
     assert four <= 2 * eager + FLOOR[dtype] and sixteen <= 1.05 * one
-    monkeypatch.setattr(linear_cross_entropy_kernel, "MAX_ROUNDINGS", 1000)
-    sixteen, _ = dweight_errors(dtype, 16)
-    assert sixteen > 1.3 * one, "cannot fail: the error does not grow if every chunk rounds it"
+    if dtype == torch.bfloat16:  # fp16's roundings are small beside the rest
+        monkeypatch.setattr(linear_cross_entropy_kernel, "MAX_ROUNDINGS", 1000)
+        sixteen, _ = dweight_errors(dtype, 16)
+        assert sixteen > 1.3 * one, "cannot fail: the error does not grow if every chunk rounds it"
 
 
 # ---- scaling and targets -------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def half_ignored(shape=(20,), dtype=torch.float32):
     return hidden, weight, targets, int((targets != -100).sum())
 
 
-@pytest.mark.parametrize("dtype, more", zip(DTYPES, (0, 3, 3)), ids=str)
+@pytest.mark.parametrize("dtype, more", [*zip(DTYPES, (0, 3, 3))], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_rows_that_are_left_out_have_loss_and_gradient_of_zero(reduction, more, dtype):
     hidden, weight, targets, n_targets = half_ignored((2, 10), dtype)

@@ -109,7 +109,7 @@ def test_each_question_has_its_answer():
         if asked and page not in ("README.md", "answers.md") and f"({page}).**" not in answers:
             without += [name] if "(" not in re.sub(r"\[.*?\]\(.*?\)|`.*?`", "", asked[1]) else []
     assert not without
-    steps = re.findall(r"^\*\*Step (\d+)\.\*\*", answers, re.MULTILINE)
+    steps = re.findall(r"^- \*\*Step (\d+)\.\*\*", answers, re.MULTILINE)
     asked = re.findall(r"^## Step (\d+)|(\*\*Try it)", TEXTS["README.md"], re.MULTILINE)
     assert steps == [before[0] for before, after in itertools.pairwise(asked) if after[1]]
 

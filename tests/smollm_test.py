@@ -62,7 +62,7 @@ def validation_losses(record: dict) -> list[float]:
 
 @pytest.mark.exhaustive
 def test_text_is_tokenized_into_words(own_cache, smollm, english):
-    workload = workload_of(flags(smollm, english, 64, "--steps", "4"))
+    workload = workload_of(flags(smollm, english, 128, "--steps", "4"))
     data = dataset.load_data(workload, config_file.load_config(workload), workload.steps)
     tokenizer = dataset.load_tokenizer(workload)
     assert tokenizer.tokenize("The quick brown fox") == ["The", "Ġquick", "Ġbrown", "Ġfox"]
@@ -70,7 +70,7 @@ def test_text_is_tokenized_into_words(own_cache, smollm, english):
     for batch in [*data.train, *data.validation]:
         (words,) = tokenizer.batch_decode(batch.input_ids)
         assert words in text
-        assert len(words) > 2.5 * 64, "the tokens are hardly longer than bytes"
+        assert len(words) > 2.5 * 128, "the tokens are hardly longer than bytes"
 
 
 def on_average(checks: Sequence[Check]) -> Check:

@@ -41,14 +41,11 @@ from harness.profiling import roofline
 from harness.records import run_records
 from harness.training import run_text
 from next_steps.comparisons import compare_profiles, sweep_tables
-from next_steps.memory import memory_estimate, memory_profile
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
-from tools import instruction_count, page_kernel_tables, page_published_tables, page_step_tables
+from tools import instruction_count
 from tools.page_records import HERE, LOADED, PAGE_WIDTH, RESULTS, load_record, source
 
 LEFT_OUT = "..."
-TABLES = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
-TABLES |= {"flags_table": flags.page, "exercises_table": words.page}
 MARKED = re.compile(
     r"^<!-- (?P<kind>output|table): (?P<what>[^\n]+?) -->\n"
     r"(?P<body>```text\n.*?^```$|\|[^\n]*(?:\n\|[^\n]*)*)(?P<source>(?:\n>[^\n]*)*)",
@@ -62,6 +59,10 @@ def pages() -> list[Path]:
 
 def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
+    from tools import page_kernel_tables, page_published_tables, page_step_tables
+
+    tables = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
+    tables |= {"flags_table": flags.page, "exercises_table": words.page}
 
     def computed(match: re.Match) -> str:
         LOADED.clear()
@@ -69,7 +70,7 @@ def fill(text: str, page: Path) -> str:
             body = output_block(match["what"])
         else:
             name, *arguments = match["what"].split()
-            body = (TABLES.get(f"{name}_table") or TABLES[name])(*arguments)
+            body = (tables.get(f"{name}_table") or tables[name])(*arguments)
         lines = f"<!-- {match['kind']}: {match['what']} -->", body, source(LOADED, page)
         return "\n".join(filter(None, lines))
 
@@ -81,6 +82,8 @@ def fill(text: str, page: Path) -> str:
 
 def render(names: list[str]) -> str:
     """Return what the script that wrote these records printed."""
+    from next_steps.memory import memory_estimate, memory_profile
+
     records = [load_record(name) for name in names]
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
@@ -170,6 +173,8 @@ def output_block(what: str) -> str:
 
 def pictures() -> Iterator[tuple[str, Callable, list]]:
     """Each picture of results/: its name, the function that draws it, the function's arguments."""
+    from next_steps.memory import memory_profile
+
     single = {f"benchmark_{kernel}": benchmark_picture.plot for kernel in SPECS}
     memory = "memory_baseline_1x512", "memory_baseline_4x2048", "memory_all_4x2048"
     single |= dict.fromkeys(memory, memory_profile.plot)

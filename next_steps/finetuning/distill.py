@@ -1,4 +1,4 @@
-"""Distillation: a smaller model learns a larger one's answers (docs/distillation.md).
+"""Distillation: a smaller model learns a larger one's answers (docs/reverse_kl.md).
 
     python -m next_steps.finetuning.distill --teacher MODEL --student-layers 8
 

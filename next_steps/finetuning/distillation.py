@@ -1,4 +1,4 @@
-"""The student's loss and the teacher behind it, as distill.py trains (docs/distillation.md).
+"""The student's loss and the teacher behind it, as distill.py trains (docs/reverse_kl.md).
 
 With the student's probabilities p and the teacher's q, at the positions whose label counts,
 
