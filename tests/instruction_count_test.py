@@ -200,8 +200,8 @@ def test_the_record_is_what_this_triton_gives(tmp_path):
     record = load_record("instruction_count")
     if triton.__version__ != record["environment"]["triton"]:
         pytest.skip(f"the record is Triton {record['environment']['triton']}'s")
-    code = "import dataclasses, json; from tools.instruction_count import rows_of; "
-    code += "print(json.dumps([*map(dataclasses.asdict, rows_of(('sm_103', 'adamw')))]))"
+    code = "import dataclasses, json; from tools.instruction_count import counts_of; "
+    code += "print(json.dumps([*map(dataclasses.asdict, counts_of(('sm_103', 'adamw')))]))"
     environment = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE)}
     result = run(sys.executable, "-c", code, TRITON_CACHE_DIR=str(tmp_path), **environment)
     assert result.returncode == 0, result.stderr
