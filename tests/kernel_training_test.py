@@ -71,7 +71,7 @@ def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(opponent_models, "HAS_GPU", True)
     monkeypatch.setattr(
-        opponent_models.patched_model, "load", lambda workload: pytest.fail("loaded")
+        opponent_models.patched_model, "load_with_adapters", lambda workload: pytest.fail("loaded")
     )
     outcome = run_script(opponents, *SMALL, "--opponent", name)
     assert_refused(outcome, f"error: {title} is not installed: pip install {package}")
