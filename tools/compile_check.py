@@ -18,7 +18,6 @@ their addresses are multiples of 16 bytes.  One `%` more in an index may end the
 no power of two divides are exempt.)
 """
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -77,12 +76,7 @@ def render(rows: list[CompiledKernel]) -> str:
 def parse_targets(text: str) -> list[str]:
     """argparse type: names of targets, separated by commas."""
     names = list(COMPILE_TARGETS) if text == "all" else text.split(",")
-    unknown = [name for name in names if name not in COMPILE_TARGETS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown target {', '.join(map(repr, unknown))}; "
-            f"choose from {', '.join(COMPILE_TARGETS)}, all"
-        )
+    command_line.require_known("target", names, COMPILE_TARGETS, "all")
     return names
 
 

@@ -2,7 +2,7 @@
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
-from harness.cli.tables import NO_GPU_NOTE, Column, Table, formatted, title
+from harness.cli.tables import NO_GPU_NOTE, Column, Table, formatted, table, title
 from harness.records.run_records import ceilings_card, gpu_line
 
 
@@ -102,7 +102,7 @@ def playbook_table(record: dict, section: dict) -> str:
         cells["Speedup"] = ratio(eager["total_us"][1], ours["total_us"][1], ".2f")
         cells["Mem Reduction"] = ratio(eager["extra_bytes"], ours["extra_bytes"], ".1f")
         body.append([cells[header] for header in headers])
-    return "\n".join([*lines, ONE_CALL, "", Table(headers, body, ["right"] * len(headers)).text()])
+    return "\n".join([*lines, ONE_CALL, "", table(headers, body, ["right"] * len(headers))])
 
 
 def full_table(record: dict, section: dict) -> str:
@@ -171,7 +171,7 @@ def summary_table(record: dict, kernel: str) -> str:
         f"{ONE_CALL} Alone: the kernels without the host.",
     ]
     keys = len(spec.dimensions) + 1
-    return "\n".join([*lines, Table(headers, body, ["right"] * len(headers), keys).text()])
+    return "\n".join([*lines, table(headers, body, ["right"] * len(headers), keys)])
 
 
 def render(record: dict) -> str:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from harness.cli.processes import world_size
 
@@ -66,6 +66,17 @@ def positive_float(text: str) -> float:
         if 0.0 < (value := float(text)) < 1e30:
             return value
     raise argparse.ArgumentTypeError(f"must be a number above 0 and below 1e30, not {text!r}")
+
+
+def require_known(what: str, names: Collection[str], known: Collection[str], *words: str) -> None:
+    """Refuse names that are not known; `words`: what may be given in place of names.
+
+    Raises:
+        argparse.ArgumentTypeError: argparse makes one sentence of it, with the flag.
+    """
+    if unknown := [name for name in names if name not in known]:
+        found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, *words])
+        raise argparse.ArgumentTypeError(f"unknown {what} {found}; choose from {choices}")
 
 
 def require_one_process() -> None:

@@ -202,10 +202,7 @@ def of_kernels(known: Sequence[str], default: str) -> dict[str, dict]:
 
     def parse(text: str) -> list[str]:
         names = {"all": known, "none": []}.get(text, text.split(","))
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            found, choices = ", ".join(map(repr, unknown)), ", ".join([*known, "all", "none"])
-            raise argparse.ArgumentTypeError(f"unknown kernel {found}; choose from {choices}")
+        command_line.require_known("kernel", names, known, "all", "none")
         return [name for name in known if name in names]
 
     words = f"custom kernels to use, of {', '.join(known)}"

@@ -96,9 +96,14 @@ class Table(NamedTuple):
         return "\n".join(f"|{'|'.join(line)}|" for line in zip(*shown))
 
 
-def table(*args, **keywords) -> str:
+def table(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    align: Sequence[str] | None = None,
+    keys: int = 1,
+) -> str:
     """Return a Table's text."""
-    return Table(*args, **keywords).text()
+    return Table(headers, rows, align, keys).text()
 
 
 def formatted(value: float | None, spec: str = ",.1f", missing: str = "n/a") -> str:

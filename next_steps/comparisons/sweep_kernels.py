@@ -1,9 +1,9 @@
 """Why do the kernel files carry these settings?  This checks and times each launch with others.
 
 The kernel files carry the number of warps, the tiles and the number of programs that were fastest
-where they were measured (docs/sweeps.md).  They do not know of this file.  For each setting a
-stand-in takes the kernel's place in its module, and launches the kernel as the launcher asks,
-except for the setting.  So the setting that a file carries is observed, not copied.
+where they were measured (docs/sweeps.md).  They do not know of this file.  For each setting the
+launch is intercepted (harness/steps/launches.py), and made as the launcher asks, except for the
+setting.  So the setting that a file carries is observed, not copied.
 """
 
 import contextlib

@@ -152,10 +152,9 @@ def measure_ways(
 
 def ways(text: str) -> list[str]:
     """argparse type: names of WAYS, in WAYS' order."""
-    if unknown := [word for word in text.split(",") if word not in WAYS]:
-        words = f"unknown way {', '.join(map(repr, unknown))}; choose from {', '.join(WAYS)}"
-        raise argparse.ArgumentTypeError(words)
-    return [way for way in WAYS if way in text.split(",")]
+    names = text.split(",")
+    command_line.require_known("way", names, WAYS)
+    return [way for way in WAYS if way in names]
 
 
 def sizes(text: str) -> list[StepSize]:
