@@ -665,7 +665,7 @@ def test_row_in_one_tile_takes_all_registers_and_more_and_the_remedies_do_not(tm
     """What its lesson and page say of a multiprocessor's 65,536 registers."""
     code = """
 from tools.compile_cases import CASES, Case
-from tools.pretended_gpu import compile_all
+from judging.pretended_gpu import compile_all
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction
 names = ["reverse KL, batchmean, V = 131,072", "reverse KL, none, V = 131,072"]
 remedies = [

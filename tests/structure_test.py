@@ -17,10 +17,11 @@ SUPPORT = "kernel_support"  # lies beside every lesson; a lesson is carried away
 # Arrows only go down: a floor, and what it may import.
 MADE_OF = {"layers", "lessons", "harness", "support"}
 BELOW = {
-    "scripts": {"tools", "next_steps", "subjects"} | MADE_OF,
-    "tools": {"scripts", "tools", "exercises", "next_steps", "subjects"} | MADE_OF,
-    "exercises": {"exercises", "subjects"} | MADE_OF,
+    "scripts": {"tools", "next_steps", "judging", "subjects"} | MADE_OF,
+    "tools": {"scripts", "tools", "exercises", "next_steps", "judging", "subjects"} | MADE_OF,
+    "exercises": {"exercises", "judging", "subjects"} | MADE_OF,
     "next_steps": {"next_steps", "subjects"} | MADE_OF,
+    "judging": {"judging", "subjects"} | MADE_OF,
     "subjects": {"subjects"} | MADE_OF,
     "layers": MADE_OF,  # and the further lessons
     "harness": {"harness", "support"},
@@ -65,7 +66,7 @@ def floor_of(module: str) -> str:
     if module in LESSONS or module == SUPPORT:
         return "support" if module == SUPPORT else "lessons"
     package = module.partition(".")[0]
-    floors = "harness", "subjects", "next_steps", "exercises", "tools", "tests"
+    floors = "harness", "judging", "subjects", "next_steps", "exercises", "tools", "tests"
     if module.startswith(("next_steps.lessons", "next_steps.layers")):
         return "layers"
     return package if package in floors else "scripts"

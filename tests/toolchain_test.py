@@ -15,11 +15,12 @@ import rmsnorm_kernel
 from harness.benchmark.checking import Check
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import KERNEL_ROWS
+from judging import pretended_gpu
+from judging.compile_targets import UNALIGNED, CompiledKernel, widest_access
 from next_steps.comparisons import repeats
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
-from tools import compile_check, pretended_gpu, run_tests
-from tools.compile_targets import UNALIGNED, CompiledKernel, widest_access
+from tools import compile_check, run_tests
 
 HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
@@ -115,7 +116,8 @@ import os
 os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
 import torch, triton, triton.language as tl
 from harness.cli import command_line
-from tools import compile_cases, compile_check, pretended_gpu
+from judging import pretended_gpu
+from tools import compile_cases, compile_check
 from tools.compile_cases import Case
 
 @triton.jit

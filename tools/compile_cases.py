@@ -5,7 +5,6 @@ specialization are those of a real run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,6 +15,8 @@ from cross_entropy_kernel import (
     TritonCrossEntropyLoss,
 )
 from harness.benchmark import benchmark_specs as specs
+from judging.compile_targets import UNALIGNED
+from judging.pretended_gpu import Case, Make
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
@@ -26,23 +27,9 @@ from next_steps.lessons.reverse_kl_kernel import TritonReverseKLLoss
 from next_steps.lessons.rope_kernel import TritonRoPEFunction
 from subjects import SUBJECTS
 from subjects.lora_linear import lora_swiglu_inplace, make_both
-from tools.compile_targets import UNALIGNED
 
 B, T, H = 2, 2048, specs.LLAMA_HIDDEN
 V, INTERMEDIATE = specs.LLAMA_VOCAB, specs.LLAMA_INTERMEDIATE
-Make = Callable[..., torch.Tensor]  # a maker of tensors of a shape, in the dtype under test
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to call a Function, or any other callable that launches kernels."""
-
-    name: str
-    function: type[torch.autograd.Function] | Callable
-    arguments: Callable[[Make], tuple]
-    needed: int | None = None  # how many arguments, the first ones, need a gradient; None: all
-    dtypes: tuple[str, ...] = ("bf16", "fp32")
-    targets: str = ""  # a prefix of the targets' names
 
 
 BF16 = {"dtypes": ("bf16",)}

@@ -25,7 +25,7 @@ import sys
 
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, tables
-from tools.compile_targets import COMPILE_TARGETS, UNALIGNED, CompiledKernel
+from judging.compile_targets import COMPILE_TARGETS, UNALIGNED, CompiledKernel
 
 NARROW = 8  # bytes; every kernel has an access of at least so many
 SPILLS = "_obvious_kernel"  # reverse_kl_kernel.py shows why it is not used
@@ -82,7 +82,8 @@ def parse_targets(text: str) -> list[str]:
 
 def compiled_kernels(job: tuple[str, str]) -> list[CompiledKernel]:
     """Compile the cases of a lesson for a target."""
-    from tools import compile_cases, pretended_gpu
+    from judging import pretended_gpu
+    from tools import compile_cases
 
     target, lesson = job
     return pretended_gpu.compile_all(compile_cases.CASES[lesson], target)
@@ -116,7 +117,8 @@ def main() -> int:
     import triton
     from triton.backends import backends
 
-    from tools import compile_cases, pretended_gpu  # noqa: F401  each process needs both
+    from judging import pretended_gpu  # noqa: F401  each process needs both
+    from tools import compile_cases
 
     vendors = {"cuda": "nvidia", "hip": "amd"}  # as Triton's backends are called
     missing = [name for name in names if vendors[COMPILE_TARGETS[name].backend] not in backends]

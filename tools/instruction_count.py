@@ -36,8 +36,8 @@ from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
 from harness.steps import gpus
 from harness.steps.gpus import Gpu
+from judging.compile_targets import access_of
 from tools.compile_check import NARROW
-from tools.compile_targets import access_of
 
 THREADS = 32  # of a warp
 LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
@@ -253,7 +253,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
     from triton.runtime.jit import JITFunction
 
     from harness.steps.launches import replaced
-    from tools import pretended_gpu
+    from judging import pretended_gpu
 
     counts, case, run = [], None, JITFunction.run
 
@@ -352,7 +352,8 @@ def main() -> int:
     output_files.check_outputs(args)
     # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
     os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
-    from tools import compile_cases, pretended_gpu  # noqa: F401  each process needs both
+    from judging import pretended_gpu  # noqa: F401  each process needs both
+    from tools import compile_cases  # noqa: F401
 
     counts = [asdict(count) for count in count_all()]
     record = {"kind": "instructions", "environment": run_records.environment(), "counts": counts}

@@ -6,8 +6,8 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_picture import rate_at
 from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
 from harness.cli.tables import Column, Table, formatted
+from judging.compile_targets import COMPILE_TARGETS
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
-from tools.compile_targets import COMPILE_TARGETS
 from tools.page_records import RESULTS, load_record, page_table, per_cent, times
 
 IN_BF16 = "F.cross_entropy, bf16 logits"

@@ -8,7 +8,7 @@ class Gpu:
     """Published figures; None where nothing here reads them."""
 
     bf16_tflops: int  # dense, of matrix products
-    target: str | None = None  # of tools/compile_targets.py
+    target: str | None = None  # of judging/compile_targets.py
     multiprocessors: int | None = None
     fp32_tflops: float | None = None
     tbs: float | None = None  # TB/s of the memory

@@ -9,7 +9,8 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,22 @@ from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
 
 from harness.steps.launches import replaced
-from tools.compile_cases import Case
-from tools.compile_targets import COMPILE_TARGETS, CompiledKernel, widest_access
+from judging.compile_targets import COMPILE_TARGETS, CompiledKernel, widest_access
 
+Make = Callable[..., torch.Tensor]  # a maker of tensors of a shape, in the dtype under test
 COMPILED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call a Function, or any other callable that launches kernels."""
+
+    name: str
+    function: type[torch.autograd.Function] | Callable
+    arguments: Callable[[Make], tuple]
+    needed: int | None = None  # how many arguments, the first ones, need a gradient; None: all
+    dtypes: tuple[str, ...] = ("bf16", "fp32")
+    targets: str = ""  # a prefix of the targets' names
 
 
 def gpu_target(name: str) -> GPUTarget:
