@@ -19,7 +19,9 @@ holds; the interpreter alone gives 0.
 
 import contextlib
 import copy
+import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -42,19 +44,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from harness.steps.launches import replaced
 from kernel_support import INTERPRETED, tl
 
-KINDS = ("outside", "programs", "threads")
 VERBS = {"load": "reads", "store": "writes", "atomic": "updates"}
-TOO_LARGE = 2**31  # for the number of a program or a thread
+BITS = {"load": 1, "store": 2, "atomic": 4}
+HARMLESS = [BITS["load"], BITS["atomic"]]  # of one element: only loads, or only atomics
 NAN_BITS = {tl.bfloat16: 0x7FC0, tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}  # integers in NumPy
-REPLACED = (
-    "create_masked_load",
-    "create_masked_store",
-    "create_atomic_rmw",
-    "create_atomic_cas",
-    "create_dot",
-    "set_grid_dim",
-    "set_grid_idx",
-)
 NO_KERNELS = (str(Path(triton.__file__).parent), __file__)  # no line of a kernel is in these
 
 
@@ -67,36 +60,48 @@ class Launched:
 
 
 @dataclass
-class Finding:
-    """A fault of a kernel's line: the first lane that has it, and how many have."""
-
-    kind: str
-    words: str
-    n_lanes: int = 0
-
-
-@dataclass
 class Watch:
     """What was seen of the launches."""
 
     sees_addresses: bool  # False: the kernels are compiled, so only the launches are seen
     kernels: list[Launched] = field(default_factory=list)
-    found: dict[tuple, Finding] = field(default_factory=dict)  # by kind and lines
+    # (kind, where): the first case in words, and the number of cases
+    found: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
 
     @property
     def findings(self) -> list[str]:
-        return [sentence for kind in KINDS for sentence in self.of(kind)]
+        return [
+            sentence for kind in ("outside", "programs", "threads") for sentence in self.of(kind)
+        ]
 
     def of(self, kind: str) -> list[str]:
         """Return the sentences of one kind of fault."""
-        found = [finding for finding in self.found.values() if finding.kind == kind]
-        return [f"{each.words}; {each.n_lanes} lanes in all." for each in found]
+        unit = "lanes" if kind == "outside" else "elements"
+        found = [case for (its_kind, _where), case in self.found.items() if its_kind == kind]
+        return [words + (f"; {n} {unit} in all." if n > 1 else ".") for words, n in found]
+
+    def add(self, kind: str, where: str, words: str, n: int) -> None:
+        first, before = self.found.get((kind, where), (words, 0))
+        self.found[kind, where] = first, before + n
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one load, store or atomic of one program touched."""
+
+    act: str  # of VERBS
+    line: str  # of the kernel
+    argument: "Argument"
+    program: int
+    epoch: int  # of the launch: every program, and every barrier, begins a new one
+    threads: np.ndarray  # the same number for the same lane of a block of the same shape
+    places: np.ndarray
 
 
 class Memory:
     """The memory of tensors that share a storage, cut into places as small as the smallest element.
 
-    is_element has another place before the first and behind the last tensor.
+    is_element has one more place before the first tensor, and one behind the last.
     """
 
     def __init__(self, tensors: list[torch.Tensor], touchable: list[torch.Tensor]):
@@ -112,7 +117,7 @@ class Memory:
                 as_strided(self.is_element[first:], t.shape, strides)[...] = True
 
     def places_of(self, addresses: np.ndarray) -> np.ndarray:
-        """Return the place of each address, or the nearest place."""
+        """Return the place of each address; of one that is outside, the nearest."""
         places = (addresses.astype(np.int64) - self.start) // self.place_bytes
         return places.clip(0, len(self.is_element) - 1)
 
@@ -128,68 +133,30 @@ class Argument:
     def offset_of(self, address: int) -> int:
         return (address - self.tensor.data_ptr()) // self.tensor.element_size()
 
-    def outside_at(self, address: int) -> str:
-        """Return in words where an address lies that is no element."""
+    def in_words(self, address: int) -> str:
+        """Return what lies at an address."""
         offset, n = self.offset_of(address), extent(self.tensor)
         if offset < 0:
-            return f"{-offset} before its first element"
+            return f"{-offset} before the first element"
         if offset >= n:
-            return f"{offset - n + 1} behind its last element"
-        return f"{offset} behind its first element, in a gap of its strides {self.tensor.stride()}"
-
-    def index_at(self, place: int) -> tuple[int, ...]:
-        """Return the index of the element at a place of the memory."""
-        offset = self.offset_of(self.memory.start + place * self.memory.place_bytes)
-        index = [0] * self.tensor.ndim
+            return f"{offset - n + 1} behind the last element"
+        index, rest = [0] * self.tensor.ndim, offset
         for dim in sorted(range(self.tensor.ndim), key=self.tensor.stride, reverse=True):
             if stride := self.tensor.stride(dim):
-                index[dim], offset = divmod(offset, stride)
-        return tuple(map(int, index))
-
-
-@dataclass(frozen=True)
-class Access:
-    """The elements that one load, store or atomic of one program touched."""
-
-    act: str  # of VERBS
-    argument: Argument
-    program: int
-    epoch: int  # of the launch: every program, and every barrier, begins a new one
-    threads: np.ndarray  # the same number for the same lane of a block of the same shape
-    places: np.ndarray
-    line: str
-
-
-class Touched:
-    """The largest and the smallest number of those who touched a place in its latest epoch."""
-
-    def __init__(self, n_places: int):
-        self.largest = np.zeros(n_places, dtype=np.int64)
-        self.smallest = np.zeros(n_places, dtype=np.int64)  # counted from the epoch's end
-
-    def by_others(self, places: np.ndarray, epoch: int, numbers) -> np.ndarray:
-        largest = self.largest[places] > epoch * TOO_LARGE + numbers + 1
-        return largest | (self.smallest[places] > (epoch + 1) * TOO_LARGE - numbers)
-
-    def add(self, places: np.ndarray, epoch: int, numbers) -> None:
-        numbers = np.broadcast_to(numbers, places.shape)
-        # Lanes ascend.  Of several on one place NumPy keeps the last, so here the largest ...
-        largest = np.maximum(self.largest[places], epoch * TOO_LARGE + numbers + 1)
-        self.largest[places] = largest
-        # ... and backwards the smallest.
-        smallest = np.maximum(self.smallest[places], (epoch + 1) * TOO_LARGE - numbers)
-        self.smallest[places[::-1]] = smallest[::-1]
+                index[dim], rest = divmod(rest, stride)
+        if rest or any(i >= size for i, size in zip(index, self.tensor.shape)):
+            return f"{offset} behind the first element, in a gap of strides {self.tensor.stride()}"
+        return f"element {tuple(index)}"
 
 
 class WatchedLaunch:
     """One launch of a kernel by the interpreter."""
 
     def __init__(self, watch: Watch, values: dict, named: dict[str, torch.Tensor]):
-        self.watch = watch
+        self.watch, self.grid, self.order = watch, (), ()
         self.program, self.epoch, self.block_shapes = 0, 0, {}
-        self.grid = self.order = ()
         given = dict(pair for name, value in values.items() for pair in tensors_in(name, value))
-        names = {t.data_ptr(): name for name, t in reversed(named.items())}
+        names = {t.data_ptr(): name for name, t in named.items()}
         self.memories: dict[int, Memory] = {}  # by the storage
         self.arguments: dict[int, Argument] = {}  # by the address
         for name, t in given.items():
@@ -203,19 +170,22 @@ class WatchedLaunch:
             self.arguments.setdefault(t.data_ptr(), argument)
 
     def set_grid(self, grid: tuple[int, ...], order: str) -> None:
-        self.grid, n_programs = grid, math.prod(grid)
+        n_programs = math.prod(grid)
         orders = {
             "forward": np.arange(n_programs),
             "reverse": np.arange(n_programs)[::-1],
             "shuffled": np.random.default_rng(0).permutation(n_programs),
         }
-        self.order = orders[order]
+        self.grid, self.order = grid, orders[order]
 
     def begin_program(self, turn: tuple[int, ...]) -> tuple[int, ...]:
         """Return the index of the program that runs when the interpreter would run this one."""
         self.program = int(self.order[np.ravel_multi_index(turn, self.grid)])
         self.epoch += 1
         return self.index_of(self.program)
+
+    def index_of(self, program: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(program, self.grid)))
 
     def argument_of(self, pointers: TensorHandle) -> Argument:
         """Return the tensor whose pointer these were computed from, or else one that they hit."""
@@ -224,80 +194,83 @@ class WatchedLaunch:
         hit = (a for a in arguments if 0 <= a.offset_of(first) < extent(a.tensor))
         return known or next(hit, arguments[0])
 
-    def reach(self, act: str, pointers: TensorHandle, mask: np.ndarray | None) -> np.ndarray:
+    def reach(self, act: str, pointers: TensorHandle, mask: TensorHandle | None) -> np.ndarray:
         """Note an access, and return which lanes may make it."""
         argument, line = self.argument_of(pointers), line_of_kernel()
-        memory = argument.memory
+        memory, shape = argument.memory, pointers.data.shape
         places = memory.places_of(pointers.data)
-        active = np.ones(places.shape, dtype=bool) if mask is None else mask
+        active = np.ones(shape, dtype=bool) if mask is None else np.asarray(mask.data)
         inside = memory.is_element[places] & active
         lanes = np.flatnonzero(inside)
-        if n_outside := np.count_nonzero(active) - len(lanes):
+        if len(lanes) < (n_active := np.count_nonzero(active)):
             lane = np.flatnonzero(active & ~inside)[0]
-            at = argument.outside_at(int(pointers.data.flat[lane]))
-            access = act + (" without a mask" if mask is None else "")
-            self.add(
-                ("outside", line, argument.name),
-                f"A {access} ({line}) {VERBS[act]} outside of {argument.name}: lane {lane} of "
-                f"program {self.index_of(self.program)} {VERBS[act]} {at}",
-                n_outside,
-            )
-        shape = inside.shape if inside.size > 1 else ()
-        first_thread = self.block_shapes.setdefault(shape, len(self.block_shapes) << 20)
-        touched = places.ravel()[lanes]
-        memory.accesses.append(
-            Access(act, argument, self.program, self.epoch, first_thread + lanes, touched, line)
+            at = argument.in_words(int(pointers.data.flat[lane]))
+            what = act + (" without a mask" if mask is None else "")
+            who = f"lane {lane} of program {self.index_of(self.program)}"
+            words = f"A {what} reaches outside of {argument.name} ({line}): {who} {VERBS[act]} {at}"
+            self.watch.add("outside", f"{line} {argument.name}", words, n_active - len(lanes))
+        first_thread = self.block_shapes.setdefault(
+            shape if inside.size > 1 else (), len(self.block_shapes) << 20
         )
+        who = self.program, self.epoch, first_thread + lanes
+        memory.accesses.append(Access(act, line, argument, *who, places.ravel()[lanes]))
         return inside
 
-    def add(self, key: tuple, words: str, n_lanes: int) -> None:
-        self.watch.found.setdefault(key, Finding(key[0], words)).n_lanes += int(n_lanes)
-
-    def index_of(self, program: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in np.unravel_index(program, self.grid))
-
     def compare(self) -> None:
-        """Find what several programs, or several threads, touched and one of them wrote."""
+        """Find the elements that several programs or threads touched and one of them wrote."""
         for memory in self.memories.values():
-            if all(access.act == "load" for access in memory.accesses):
+            accesses = [access for access in memory.accesses if len(access.places)]
+            if all(access.act == "load" for access in accesses):
                 continue
-            n_places = len(memory.is_element)
-            touched = {(kind, act): Touched(n_places) for kind in KINDS[1:] for act in VERBS}
-            for access in memory.accesses:
-                numbers = {
-                    "programs": (0, access.program),
-                    "threads": (access.epoch, access.threads),
-                }
-                for (kind, act), before in touched.items():
-                    if act != access.act or act == "store":
-                        again = before.by_others(access.places, *numbers[kind])
-                        if again.any():
-                            self.add_conflict(kind, act, access, again)
-                for kind, number in numbers.items():
-                    touched[kind, access.act].add(access.places, *number)
+            which = np.repeat(np.arange(len(accesses)), [len(a.places) for a in accesses])
+            rows = np.array([(BITS[a.act], a.program, a.epoch) for a in accesses])
+            acts, programs, epochs = rows[which].T
+            places = np.concatenate([access.places for access in accesses])
+            threads = np.concatenate([access.threads for access in accesses])
+            between_programs = conflicts(places, programs, acts)
+            between_threads = conflicts(epochs * len(memory.is_element) + places, threads, acts)
+            for kind, found in (("programs", between_programs), ("threads", between_threads)):
+                if found is not None:
+                    n, *pair = found
+                    address = memory.start + int(places[pair[0]]) * memory.place_bytes
+                    self.add_conflict(kind, [accesses[which[i]] for i in pair], address, n)
 
-    def add_conflict(self, kind: str, act: str, access: Access, again: np.ndarray) -> None:
-        """Add that an `act` of others has touched some places of an access before."""
-        lane = np.flatnonzero(again)[0]
-        place, thread = access.places[lane], access.threads[lane]
-        for before in access.argument.memory.accesses:
-            threads = before.threads[before.places == place]
-            if kind == "programs":
-                others = before.program != access.program
-            else:
-                others = before.epoch == access.epoch and (threads != thread).any()
-            if before.act == act and len(threads) and others:
-                break
-        element = f"element {access.argument.index_at(place)} of {access.argument.name}"
-        does = f"Program {self.index_of(access.program)} {VERBS[access.act]} {element}"
+    def add_conflict(self, kind: str, pair: list[Access], address: int, n: int) -> None:
+        before, after = pair
         if kind == "programs":
-            whose = f"program {self.index_of(before.program)}"
-            why = "and programs run in any order"
+            other = f"program {self.index_of(before.program)}"
+            why = "programs run in any order"
         else:
-            whose = "another of its threads"
-            why = "and no barrier lies between: a reduction, such as tl.sum, is one"
-        words = f"{does} ({access.line}), which {whose} {VERBS[act]} ({before.line}), {why}"
-        self.add((kind, access.line, before.line), words, np.count_nonzero(again))
+            other = "another of its threads"
+            why = "a barrier is missing between, and a reduction such as tl.sum is one"
+        element = f"{after.argument.in_words(address)} of {after.argument.name} ({after.line})"
+        words = (
+            f"Program {self.index_of(after.program)} {VERBS[after.act]} {element}, "
+            f"which {other} {VERBS[before.act]} ({before.line}): {why}"
+        )
+        self.watch.add(kind, f"{before.line} {after.line}", words, n)
+
+
+def conflicts(groups: np.ndarray, who: np.ndarray, acts: np.ndarray) -> tuple | None:
+    """Return in how many groups several have touched and one has written, and two of the first.
+
+    The arguments have a number for each touch: its group, who it was, and the bit of its act.
+    """
+    order = np.argsort(groups, kind="stable")
+    starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
+    ordered = who[order]
+    several = np.minimum.reduceat(ordered, starts) < np.maximum.reduceat(ordered, starts)
+    together = np.bitwise_or.reduceat(acts[order], starts)
+    wrong = np.flatnonzero(several & ~np.isin(together, HARMLESS))
+    if not len(wrong):
+        return None
+    group = order[starts[wrong[0]] :]
+    group = group[groups[group] == groups[group[0]]]
+    pairs = itertools.combinations(group, 2)
+    differ = (pair for pair in pairs if who[pair[0]] != who[pair[1]])
+    return len(wrong), *next(
+        pair for pair in differ if np.bitwise_or(*acts[list(pair)]) not in HARMLESS
+    )
 
 
 def extent(t: torch.Tensor) -> int:
@@ -321,104 +294,96 @@ def tensors_in(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def line_of_kernel() -> str:
+    """Return the line of the kernel, or of a function that it calls, that the interpreter is in."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(NO_KERNELS):
         frame = frame.f_back
-    return f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+    return f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
 
 def unknown_like(pointers: TensorHandle) -> np.ndarray:
     """Return what lanes get that read nothing: NaN, or the largest integer."""
     element = pointers.get_element_ty()
     dtype = interpreter._get_np_dtype(element)
-    if element in NAN_BITS:
-        value = NAN_BITS[element]
-    elif dtype.kind == "f":
-        value = np.nan
-    else:
-        value = True if dtype.kind == "b" else np.iinfo(dtype).max
-    return np.full(pointers.data.shape, value, dtype=dtype)
+    value = np.nan if dtype.kind == "f" else True if dtype.kind == "b" else np.iinfo(dtype).max
+    return np.full(pointers.data.shape, NAN_BITS.get(element, value), dtype=dtype)
+
+
+class WatchedBuilder(InterpreterBuilder):
+    """The interpreter's builder, which asks a launch at each access."""
+
+    launch: WatchedLaunch
+    order: str
+
+    def set_grid_dim(self, *grid):
+        super().set_grid_dim(*grid)
+        self.launch.set_grid(grid, self.order)
+
+    def set_grid_idx(self, *turn):
+        super().set_grid_idx(*self.launch.begin_program(turn))
+
+    def create_load(self, pointers, *rest):
+        return self.create_masked_load(pointers, None, None)
+
+    def create_masked_load(self, pointers, mask, other, *rest, **named):
+        inside = self.launch.reach("load", pointers, mask)
+        value = unknown_like(pointers)
+        if other is not None:
+            value = np.where(mask.data & ~inside, value, other.data)
+        handles = TensorHandle(inside, tl.int1), TensorHandle(value, pointers.get_element_ty())
+        return super().create_masked_load(pointers, *handles, None, None, False)
+
+    def create_store(self, pointers, value, *rest):
+        self.create_masked_store(pointers, value, None)
+
+    def create_masked_store(self, pointers, value, mask, *rest):
+        inside = TensorHandle(self.launch.reach("store", pointers, mask), tl.int1)
+        super().create_masked_store(pointers, value, inside, None, None)
+
+    def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
+        inside = TensorHandle(self.launch.reach("atomic", pointers, mask), tl.int1)
+        return super().create_atomic_rmw(operation, pointers, value, inside, *rest)
+
+    def create_atomic_cas(self, pointers, expected, *rest):
+        if not self.launch.reach("atomic", pointers, None).all():
+            return expected
+        return super().create_atomic_cas(pointers, expected, *rest)
+
+    def create_barrier(self):
+        self.launch.epoch += 1
+
+    def create_dot(self, *operands):
+        self.launch.epoch += 1
+        return super().create_dot(*operands)
 
 
 @contextlib.contextmanager
-def told_to(launch: WatchedLaunch, order: str) -> Iterator[None]:
-    """Have the interpreter ask a launch at each access, and run its programs in this order."""
-    own = {name: getattr(InterpreterBuilder, name) for name in REPLACED}
-    own_apply, own_convert = ReduceScanOpInterface.apply, interpreter._implicit_cvt
+def interpreter_of(launch: WatchedLaunch, order: str) -> Iterator[None]:
+    """Have the interpreter ask a launch, and run its programs in this order."""
+    convert, apply = interpreter._implicit_cvt, ReduceScanOpInterface.apply
+    builder = interpreter.interpreter_builder
 
-    def load(builder, pointers, *rest) -> TensorHandle:
-        return masked_load(builder, pointers, None, None)
-
-    def masked_load(builder, pointers, mask, other, *rest, **named) -> TensorHandle:
-        mask = None if mask is None else np.asarray(mask.data)
-        inside = launch.reach("load", pointers, mask)
-        value = unknown_like(pointers)
-        if other is not None:
-            value = np.where(mask & ~inside, value, other.data)
-        handles = TensorHandle(inside, tl.int1), TensorHandle(value, pointers.get_element_ty())
-        return own["create_masked_load"](builder, pointers, *handles, None, None, False)
-
-    def store(builder, pointers, value, *rest) -> None:
-        masked_store(builder, pointers, value, None)
-
-    def masked_store(builder, pointers, value, mask, *rest) -> None:
-        mask = None if mask is None else np.asarray(mask.data)
-        inside = TensorHandle(launch.reach("store", pointers, mask), tl.int1)
-        own["create_masked_store"](builder, pointers, value, inside, None, None)
-
-    def atomic_rmw(builder, operation, pointers, value, mask, *rest) -> TensorHandle:
-        inside = TensorHandle(launch.reach("atomic", pointers, mask.data), tl.int1)
-        return own["create_atomic_rmw"](builder, operation, pointers, value, inside, *rest)
-
-    def atomic_cas(builder, pointers, expected, *rest) -> TensorHandle:
-        if not launch.reach("atomic", pointers, None).all():
-            return expected  # as if it were there
-        return own["create_atomic_cas"](builder, pointers, expected, *rest)
-
-    def barrier(builder) -> None:
-        launch.epoch += 1
-
-    def dot(builder, *operands) -> TensorHandle:
-        launch.epoch += 1
-        return own["create_dot"](builder, *operands)
-
-    def apply(reduction, blocks):
-        launch.epoch += 1
-        return own_apply(reduction, blocks)
-
-    def set_grid_dim(builder, *grid) -> None:
-        own["set_grid_dim"](builder, *grid)
-        launch.set_grid(grid, order)
-
-    def set_grid_idx(builder, *index) -> None:
-        own["set_grid_idx"](builder, *launch.begin_program(index))
-
-    def convert(value):
-        converted = own_convert(value)
+    def with_argument(value):
+        converted = convert(value)
         if hasattr(value, "data_ptr"):
             # the interpreter hands on a pointer's type to all that is computed from it
             dtype = converted.handle.dtype = copy.copy(converted.handle.dtype)
             dtype.argument = launch.arguments[value.data_ptr()]
         return converted
 
-    with (
-        replaced(
-            InterpreterBuilder,
-            create_load=load,
-            create_masked_load=masked_load,
-            create_store=store,
-            create_masked_store=masked_store,
-            create_atomic_rmw=atomic_rmw,
-            create_atomic_cas=atomic_cas,
-            create_barrier=barrier,
-            create_dot=dot,
-            set_grid_dim=set_grid_dim,
-            set_grid_idx=set_grid_idx,
-        ),
-        replaced(ReduceScanOpInterface, apply=apply),
-        replaced(interpreter, _implicit_cvt=convert),
-    ):
-        yield
+    def with_barrier(reduction, blocks):
+        launch.epoch += 1
+        return apply(reduction, blocks)
+
+    builder.launch, builder.order, builder.__class__ = launch, order, WatchedBuilder
+    try:
+        with (
+            replaced(interpreter, _implicit_cvt=with_argument),
+            replaced(ReduceScanOpInterface, apply=with_barrier),
+        ):
+            yield
+    finally:
+        builder.__class__ = InterpreterBuilder
 
 
 @contextlib.contextmanager
@@ -438,9 +403,8 @@ def watched(tensors: dict[str, torch.Tensor], order: str = "forward") -> Iterato
         watch.kernels.append(Launched(kernel.fn.__name__, kernel.fn.__code__.co_filename))
         if not watch.sees_addresses:
             return run(kernel, *arguments, **options)
-        given = dict(zip(kernel.arg_names, arguments)) | options
-        launch = WatchedLaunch(watch, given, tensors)
-        with told_to(launch, order):
+        launch = WatchedLaunch(watch, dict(zip(kernel.arg_names, arguments)) | options, tensors)
+        with interpreter_of(launch, order):
             result = run(kernel, *arguments, **options)
         launch.compare()
         return result
