@@ -1,4 +1,4 @@
-"""Exercise 9: a step of AdamW in one pass, in place.
+"""Exercise 11: a step of AdamW in one pass, in place.
 
     torch.optim.AdamW(...).step()                       # of one parameter
 

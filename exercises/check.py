@@ -10,24 +10,23 @@ is docs/exercises.md.
 """
 
 import argparse
-import signal
-import subprocess
 import sys
-import tempfile
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for `python check.py`
 
 from exercises.grading.words import WORDS
 from harness.cli import command_line
-from harness.cli.command_line import RunError, UserError
+from harness.cli.command_line import UserError
 from harness.cli.tables import TERMINAL
 
 HERE = Path(__file__).parents[1]  # the project's folder
-JUDGE = """
-from exercises.grading import answer
-from harness.cli import command_line
-command_line.run_main(answer.main)
-"""
+LEARNER = "exercises.grading.learner"
+ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SECONDS = 60  # of a launch; in the interpreter one of a kernel of blocks takes less than one
 
 
 def overview() -> str:
@@ -48,32 +47,83 @@ def hint(name: str, number: int) -> str:
 
 
 def judge(name: str, file: Path) -> int:
-    """Judge a file in another process; return its exit code.
+    """Judge a file, print what is said of it, and return 0 if it is right, or 1.
 
-    Raises:
-        RunError: that process ended before it had judged.
+    The file runs in processes of its own.  The verdict is made in this one.
     """
-    with tempfile.TemporaryFile() as verdict:
-        number = verdict.fileno()
-        command = [sys.executable, "-c", JUDGE, name, str(file.resolve()), str(number)]
-        code = subprocess.run(command, cwd=HERE, pass_fds=[number]).returncode
-        verdict.seek(0)
-        if said := verdict.read():
-            return int(said)
-    if code < 0:
-        ended = signal.Signals(-code).name
-        where = "the kernel read or wrote far outside of its tensors"
-        raise RunError(f"{ended} ended the run: {where}; look at the addresses, first the strides")
-    raise RunError(f"{file} ended the run before it was judged: take out what ends it, as os._exit")
+    from exercises.grading.grading import EXERCISES, compiled_cases, grade
+    from harness.cli.device import HAS_GPU
+    from judging.processes import Apart
+
+    def apart(function: str, *more, **environment: str) -> Apart:
+        return Apart(f"{LEARNER}:{function}", str(file.resolve()), *more, environment=environment)
+
+    exercise = EXERCISES[name]
+    with (
+        ThreadPoolExecutor() as pool,
+        apart("launching", TRITON_INTERPRET="1", **ON_A_CPU) as interpreter,
+        apart("compiling", TRITON_INTERPRET="0", **ON_A_CPU) as compiler,
+    ):
+        compiled = pool.submit(compiler.call, *compiled_cases(exercise), seconds=SECONDS)
+        verdict = grade(exercise, partial(interpreter.call, seconds=SECONDS), compiled.result)
+    rows = []
+    if verdict.right and HAS_GPU:
+        with apart("launching") as gpu, apart("timing", name) as clock:
+            verdict = grade(exercise, partial(gpu.call, seconds=SECONDS))
+            rows = clock.call(seconds=SECONDS) if verdict.right else []
+    right, lines = report(name, verdict, rows)
+    print("\n".join(map(broken, lines)), flush=True)
+    return int(not right)
+
+
+def report(name: str, verdict, rows: list) -> tuple[bool, list[str]]:
+    """Return whether an answer is right, and what is said of it.
+
+    verdict: a grading.Verdict.  rows: of speed.times; none without a GPU.
+    """
+    from exercises.grading import speed
+    from exercises.grading.grading import EXERCISES
+
+    exercise, words, names = EXERCISES[name], WORDS[name], list(WORDS)
+    if not verdict.right:
+        hint = f"A hint: python -m exercises.check {name} --hint"
+        return False, [f"{name}, {verdict.title}", *(f"- {s}" for s in verdict.sentences), hint]
+    lines = [f"{name} is right in all {len(exercise.cases)} cases."]
+    lines += [speed.bytes_in_words(exercise)]
+    if rows:
+        lines += speed.times_table(exercise, rows).splitlines()
+    else:
+        lines += ["Without a GPU nothing is timed."]
+    right = not exercise.must_win or not rows or rows[0][1] < rows[1][1]
+    if exercise.must_win:
+        lines += [
+            f"It must be faster than {exercise.opponent}'s" + (": not yet." if not right else ".")
+        ]
+    lines += [f"The lesson: {words.lesson}.", f"Beyond this exercise it {words.beyond}."]
+    if following := names[names.index(name) + 1 :]:
+        lines += [f"The next exercise: exercises/{following[0]}.py"]
+    return right, lines
+
+
+def broken(line: str) -> str:
+    """Break a long sentence."""
+    return textwrap.fill(line, TERMINAL, subsequent_indent="  ") if "  " not in line else line
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add("name", nargs="?", metavar="NAME", help="of an exercise; without it all are listed")
+    add(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="of an exercise, or its number; none: all are listed",
+    )
     add("--hint", nargs="?", type=int, const=1, choices=(1, 2, 3), help="print a hint, 1 to 3")
     add("--file", type=Path, help="the file to judge (default: exercises/NAME.py)")
     args = parser.parse_args()
+    if args.name in map(str, range(1, len(WORDS) + 1)):
+        args.name = list(WORDS)[int(args.name) - 1]
     if args.name is None and (args.hint or args.file):
         raise UserError("--hint and --file belong to one exercise: give its NAME first")
     if args.hint and args.file:

@@ -1,8 +1,8 @@
-"""Exercise 5: cross-entropy of each row, and its gradient, without a softmax in memory.
+"""Exercise 7: cross-entropy of each row, and its gradient, without a softmax in memory.
 
     loss = F.cross_entropy(logits.float(), targets, reduction="none")     # one number for each row
 
-For one row, with m and d as in exercise 4:
+For one row, with m and d as in exercise 6:
 
     loss    = m - logits[target] + log(d)
     dlogits = (exp(logits - m) / d - one_hot(target)) * dloss         dloss is dL/dloss

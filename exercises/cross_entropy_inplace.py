@@ -1,4 +1,4 @@
-"""Exercise 6: cross-entropy whose gradient replaces the logits, in one kernel.
+"""Exercise 8: cross-entropy whose gradient replaces the logits, in one kernel.
 
     loss    = m - logits[target] + log(d)                        0 in an ignored row
     logits := (exp(logits - m) / d - one_hot(target)) * scale    zeros in an ignored row

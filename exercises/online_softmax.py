@@ -1,4 +1,4 @@
-"""Exercise 4: maximum and denominator of a softmax in one pass over a row that fits no register.
+"""Exercise 6: maximum and denominator of a softmax in one pass over a row that fits no register.
 
     m = logits.max(-1);  d = (logits - m).exp().sum(-1)
 

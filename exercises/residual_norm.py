@@ -1,4 +1,4 @@
-"""Exercise 10: the residual's addition and the norm after it, in one kernel.
+"""Exercise 12: the residual's addition and the norm after it, in one kernel.
 
     h = x + residual
     y = weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps))
@@ -9,7 +9,7 @@ as the next residual, so it is stored as well.
 Bytes per bf16 element: read x 2, read residual 2, write h 2, write y 2 = 8.  Two kernels would move
 10: the norm reads h again.
 
-What to write: the body of the kernel.  The norm is the one of exercise 1.  In bf16 take the norm of
+What to write: the body of the kernel.  The norm is the one of exercise 3.  In bf16 take the norm of
 h as it is stored, that is, rounded.  Then the backward, which reads the stored h, finds the same
 numbers.  (The checker cannot tell: the two norms differ by less than it allows.)
 

@@ -1,4 +1,4 @@
-"""Exercise 3: the gradient of RMSNorm for its weight, by partial sums.
+"""Exercise 5: the gradient of RMSNorm for its weight, by partial sums.
 
     dweight[j] = sum over all rows of dy[row, j] * x[row, j] * rstd[row]
 

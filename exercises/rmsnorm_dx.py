@@ -1,4 +1,4 @@
-"""Exercise 2: the gradient of RMSNorm for its input.
+"""Exercise 4: the gradient of RMSNorm for its input.
 
     x_hat = x * rstd;  y = x_hat * weight              # the forward, which kept rstd of each row
 

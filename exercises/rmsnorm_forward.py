@@ -1,4 +1,4 @@
-"""Exercise 1: the forward of RMSNorm, one program for each row.
+"""Exercise 3: the forward of RMSNorm, one program for each row.
 
     y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
@@ -13,7 +13,7 @@ What to write: the body of the kernel, in place of `pass`.  A program finds its 
 computes in fp32 and stores y.  A row may be shorter than BLOCK_SIZE, and between two rows there may
 be a gap: row r of x begins at x_ptr + r * x_row_stride.
 
-    python -m exercises.check rmsnorm_forward            # --hint, --hint 2, --hint 3
+    python -m exercises.check rmsnorm_forward
 """
 
 from kernel_support import tl, triton

@@ -1,4 +1,4 @@
-"""Exercise 8: the backward of the rotary position embedding, on a tensor with four strides.
+"""Exercise 10: the backward of the rotary position embedding, on a tensor with four strides.
 
     y1 = x1 * c1 - x2 * s1                              # the forward
     y2 = x2 * c2 + x1 * s2

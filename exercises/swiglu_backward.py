@@ -1,4 +1,4 @@
-"""Exercise 7: the backward of SwiGLU, element by element.
+"""Exercise 9: the backward of SwiGLU, element by element.
 
     y = gate * sigmoid(gate) * up                       # the forward
 

@@ -9,6 +9,27 @@ HERE = Path(__file__).parents[1]  # the project's folder
 HOLE = "    pass\n"
 
 SOLUTIONS: dict[str, tuple[str, ...]] = {
+    "add": (
+        """\
+    i = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = i < n
+    a = tl.load(a_ptr + i, mask=mask).to(tl.float32)
+    b = tl.load(b_ptr + i, mask=mask).to(tl.float32)
+    tl.store(c_ptr + i, a + b, mask=mask)
+""",
+    ),
+    "tile": (
+        """\
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (rows[:, None] < n_rows) & (cols[None, :] < n_cols)
+    x = tl.load(x_ptr + rows[:, None] * x_row_stride + cols[None, :], mask=mask).to(tl.float32)
+    scale = tl.load(scale_ptr + rows, mask=rows < n_rows).to(tl.float32)
+    bias = tl.load(bias_ptr + cols, mask=cols < n_cols).to(tl.float32)
+    y = x * scale[:, None] + bias[None, :]
+    tl.store(y_ptr + rows[:, None] * y_row_stride + cols[None, :], y, mask=mask)
+""",
+    ),
     "rmsnorm_forward": (
         """\
     row = tl.program_id(0)
@@ -112,6 +133,7 @@ SOLUTIONS: dict[str, tuple[str, ...]] = {
             cols = first + tl.arange(0, BLOCK_SIZE)
             tl.store(row_ptr + cols, tl.zeros((BLOCK_SIZE,), tl.float32), mask=cols < n_cols)
     else:
+        target_logit = tl.load(row_ptr + target).to(tl.float32)  # before any thread stores
         m = -3.4e38
         d = 0.0
         for first in range(0, n_cols, BLOCK_SIZE):
@@ -120,7 +142,6 @@ SOLUTIONS: dict[str, tuple[str, ...]] = {
             m_new = tl.maximum(m, tl.max(chunk))
             d = d * tl.exp(m - m_new) + tl.sum(tl.exp(chunk - m_new))
             m = m_new
-        target_logit = tl.load(row_ptr + target).to(tl.float32)
         for first in range(0, n_cols, BLOCK_SIZE):
             cols = first + tl.arange(0, BLOCK_SIZE)
             mask = cols < n_cols
@@ -195,6 +216,28 @@ SOLUTIONS: dict[str, tuple[str, ...]] = {
     tl.store(y_ptr + row * y_row_stride + cols, h * rstd * weight, mask=mask)
 """,
     ),
+    "softmax_fast": (
+        """\
+    lanes = tl.arange(0, BLOCK_SIZE)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row_ptr = logits_ptr + row * logits_row_stride
+        y_row_ptr = y_ptr + row * y_row_stride
+        m = tl.full((BLOCK_SIZE,), -3.4e38, tl.float32)  # of each lane
+        d = tl.zeros((BLOCK_SIZE,), tl.float32)
+        for first in range(0, n_cols, BLOCK_SIZE):
+            mask = first + lanes < n_cols
+            chunk = tl.load(row_ptr + first + lanes, mask=mask, other=-float("inf")).to(tl.float32)
+            m_new = tl.maximum(m, chunk)
+            d = d * tl.exp(m - m_new) + tl.exp(chunk - m_new)
+            m = m_new
+        m_row = tl.max(m)
+        factor = 1.0 / tl.sum(d * tl.exp(m - m_row))
+        for first in range(0, n_cols, BLOCK_SIZE):
+            mask = first + lanes < n_cols
+            chunk = tl.load(row_ptr + first + lanes, mask=mask).to(tl.float32)
+            tl.store(y_row_ptr + first + lanes, tl.exp(chunk - m_row) * factor, mask=mask)
+""",
+    ),
 }
 
 
@@ -213,6 +256,25 @@ def solved(name: str, *changes: tuple[str, str]) -> str:
 # exercise: mistakes, each (a text of the solution, what it becomes, words of what the checker says)
 # fmt: off
 MISTAKES: dict[str, list[tuple[str, str, str]]] = {
+    "add": [
+        ("a + b, mask=mask)", "a + b)", "A store without a mask reaches outside of c"),
+        ("i < n", "i <= n", "reaches outside of a"),
+        ("a + b", "a - b", "b is subtracted"),
+        ("tl.load(b_ptr", "tl.load(a_ptr", "a is added to itself"),
+        ("* BLOCK_SIZE + tl", "+ tl", "Does program i begin at i * BLOCK_SIZE?"),
+        ("triton.cdiv(n, block_size)", "n // block_size", "c is not written from number 128 on"),
+        ("tl.store(c", "tl.atomic_add(c", "added to what the memory held before the launch"),
+    ],
+    "tile": [
+        ("(rows[:, None] < n_rows) & (cols[None, :] < n_cols)", "cols[None, :] < n_cols + 0 * "
+         "rows[:, None]", "does the mask ask both"),
+        ("program_id(1)", "program_id(0)", "There are several tiles here"),
+        ("rows[:, None] * x_row_stride", "rows[:, None] * n_cols", "in a gap of"),
+        ("x * scale[:, None] +", "x +", "scale is missing"),
+        ("x * scale[:, None] + bias[None, :]", "(x + bias[None, :]) * scale[:, None]",
+         "bias is added before scale multiplies"),
+        ("bias_ptr + cols, mask=cols < n_cols", "bias_ptr + cols", "reaches outside of bias"),
+    ],
     "rmsnorm_forward": [
         ("/ n_cols + eps", "/ BLOCK_SIZE + eps", "the mean divides by BLOCK_SIZE"),
         (" / n_cols + eps", " + eps", "the sum over the row is not divided by n_cols"),
@@ -222,9 +284,20 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("x * rstd * weight", "x * weight", "x and not x * rstd is multiplied"),
         ("x_row_stride + cols, mask=mask, other=0.0)", "x_row_stride + cols)",
          "is there a mask"),
-        ("rstd * weight, mask=mask)", "rstd * weight)", "wrote 291 elements outside of y"),
+        ("x_row_stride + cols, mask=mask, other=0.0)", "x_row_stride + cols, mask=mask)",
+         "a masked lane of a load without other="),
+        ("rstd * weight, mask=mask)", "rstd * weight)", "reaches outside of y"),
+        ("weight_ptr + cols, mask=mask, other=0.0", "weight_ptr + cols", "outside of weight"),
         ("row * x_row_stride", "row * n_cols", "begin at r * the stride of that tensor"),
-        ("row * y_row_stride", "row * x_row_stride", "with the stride of another tensor"),
+        ("row * y_row_stride", "row * x_row_stride", "in a gap of"),
+        ("+ eps)", ")", "eps is missing"),
+        ("+ eps)", "+ 1e-6)", "eps is 1e-6, whatever"),
+        ("tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)",
+         "1.0 / (tl.sqrt(tl.sum(x * x, axis=0) / n_cols) + eps)", "eps stands outside of the root"),
+        ("/ n_cols + eps", "/ (n_cols - 1) + eps", "the mean divides by n_cols - 1"),
+        ("    rstd =", "    x = tl.where(mask, x - tl.sum(x) / n_cols, 0.0)\n    rstd =",
+         "LayerNorm"),
+        ("[(n_rows,)]", "[(min(n_rows, 8),)]", "Fewer rows were right"),
         ("mask = cols < n_cols", "mask = cols < n_cols - 1", "y is not written in column 63"),
         ("mask=mask, other=0.0).to(tl.float32)\n    weight", "mask=mask, other=0.0)\n    weight",
          ".to(tl.float32)"),
@@ -236,27 +309,33 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("axis=0) / n_cols", "axis=0)", "c1 is the sum over the row"),
         ("wdy = weight * dy", "wdy = dy", "dx without the weight"),
         ("wdy - x_hat * c1", "wdy + x_hat * c1", "the c1 term is added"),
-        ("wdy - x_hat * c1", "wdy - x * c1", "x stands where x_hat = x * rstd is meant"),
+        ("wdy - x_hat * c1", "wdy - x * c1", "x stands once where x_hat is meant"),
         ("rstd * (wdy - x_hat * c1)", "wdy - x_hat * c1", "the last factor rstd is missing"),
         ("tl.sum(wdy *", "tl.sum(dy *", "c1 lacks the weight"),
         ("rstd_ptr + row)", "rstd_ptr)", "every row takes rstd of row 0"),
-        ("dx_ptr + row * dx_row_stride", "dx_ptr + row * x_row_stride", "stride of another tensor"),
+        ("dx_ptr + row * dx_row_stride", "dx_ptr + row * x_row_stride", "in a gap of"),
         ("dx, mask=mask)", "dx)", "outside of dx"),
     ],
     "rmsnorm_dw": [
         ("total += dy", "total = dy", "each program stores its last row alone"),
-        ("total += dy * x * rstd", "total += dy * x", "dw of x instead of x_hat"),
+        ("total += dy * x * rstd", "total += dy * x", "rstd is missing"),
         ("dy * x * rstd", "x * rstd", "dy is missing"),
         ("range(program, n_rows,", "range(program, program + 1,", "adds its first row alone"),
         ("range(program, n_rows,", "range(program, n_rows - n_rows % 4,", "share evenly"),
         ("range(program, n_rows, tl.num_programs(0))", "range(0, n_rows)",
          "every program adds all"),
-        ("range(program, n_rows,", "range(program, n_rows - 1,", "dw without its last row"),
+        ("range(program, n_rows, tl.num_programs(0))", "range(program, n_rows)",
+         "the loop has no step"),
+        ("range(program, n_rows,", "range(program, min(n_rows, 64),", "its first 16 rows alone"),
+        ("rstd_ptr + row)", "rstd_ptr + program)", "rstd is read at the program's number"),
+        ("tl.store(partial_ptr", "tl.atomic_add(partial_ptr", "the memory held before the launch"),
+        ("program * partial_row_stride", "0", "programs run in any order"),
+        ("range(program, n_rows,", "range(program, n_rows - 1,", "dweight lacks its last row"),
         ("rstd_ptr + row)", "rstd_ptr)", "every row takes rstd of row 0"),
         ("total, mask=mask)", "total, mask=mask & (program < 3))",
          "partial is not written in row 3"),
         ("total, mask=mask)", "total * (program < 3), mask=mask)",
-         "of the last program is missing"),
+         "dweight of the last program is missing"),
         ("program * partial_row_stride", "program", "partial is not written"),
         ("total += dy * x * rstd",
          "total = (total + dy * x * rstd).to(x_ptr.dtype.element_ty).to(tl.float32)",
@@ -265,6 +344,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "online_softmax": [
         ("d * tl.exp(m - m_new) +", "d +", "the sum so far is not rescaled"),
         ("tl.exp(m - m_new)", "tl.exp(m_new - m)", "inf - inf"),
+        ("m = -3.4e38", "m = 0.0", "m begins at 0"),
+        ("range(0, n_cols,", "range(0, 8 * BLOCK_SIZE,", "only the row's first 8 chunks"),
+        ("cols = first +", "cols =", "every turn of the loop reads the row's first chunk"),
         ("d * tl.exp(m - m_new) + tl.sum", "tl.sum", "each chunk's sum replaces"),
         ("tl.maximum(m, tl.max(chunk))", "tl.max(chunk)", "m is that of the last chunk alone"),
         ("chunk - m_new", "chunk", "m is not subtracted"),
@@ -283,37 +365,42 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         (" + tl.log(d)", "", "log(d) is missing from the loss"),
         ("m - target_logit + tl.log(d)", "m + tl.log(d)", "the target's logit is missing"),
         ("m - target_logit + tl.log(d)", "tl.log(d) - target_logit", "m is missing from the loss"),
-        ("cols == target", "cols == target + 1", "target off by one"),
+        ("cols == target", "cols == target + 1", "one behind the target"),
         ("dloss_ptr + row)", "dloss_ptr)", "every row takes dloss of row 0"),
         ("row_ptr + target)", "row_ptr)", "the loss takes the logit of column 0"),
         ("dlogits, mask=mask)", "dlogits)", "outside of dlogits"),
-        ("cols == target", "cols - first == target", "without `first`"),
+        ("row_ptr + target)", "row_ptr + target % BLOCK_SIZE)", "with this row's own target"),
+        ("tl.store(m_ptr + row, m)", "tl.store(m_ptr + row, m + 1.0)", "Is m the largest logit"),
+        ("cols == target", "cols - first == target", "a column's place in its chunk"),
         ("range(0, n_cols, BLOCK_SIZE)", "range(0, BLOCK_SIZE, BLOCK_SIZE)", "is not written"),
         ("d * tl.exp(m - m_new) + tl.sum", "d + tl.sum", "the sum so far is not rescaled"),
     ],
     "cross_entropy_inplace": [
         ("softmax - 1.0, softmax", "softmax, softmax", "the one-hot row is missing"),
-        (", softmax) * scale", ", softmax)", "not multiplied by dloss, or scale"),
+        (", softmax) * scale", ", softmax)", "is not multiplied by scale"),
         ("if target == ignore_index:", "if target == -1:",
-         "the target is not compared with ignore_index"),
+         "reaches outside of logits"),
+        ("if target == ignore_index:", "if target == -100:", "ignore_index -1"),
         ("tl.zeros((BLOCK_SIZE,), tl.float32), mask=cols < n_cols", "0.0, mask=cols < 0",
          "ignored rows keep their logits"),
         ("mask=mask\n            )", "\n            )", "outside of logits"),
         ("m - target_logit + tl.log(d)", "(m - target_logit + tl.log(d)) * scale",
          "the loss is multiplied by scale"),
         ("m - target_logit + tl.log(d)", "m - tl.load(row_ptr + target).to(tl.float32) + tl.log(d)",
-         "loaded after the gradient has overwritten it"),
+         "a barrier is missing"),
+        ("m - target_logit + tl.log(d)", "m - target_logit", "log(d) is missing"),
     ],
     "swiglu_backward": [
         ("1.0 + gate * (1.0 - s)", "1.0", "dgate with sigmoid held constant"),
         ("1.0 + gate * (1.0 - s)", "gate * (1.0 - s)", "dgate lacks the 1 +"),
         ("up * s * (", "up * (", "dgate lacks the s before the bracket"),
         ("dy * up * s", "dy * s", "dgate without up"),
-        ("dy * gate * s", "dy * gate", "dup of gate, not silu"),
+        ("dy * gate * s", "dy * gate", "dup lacks s"),
         ("dy * gate * s", "dy * s", "dup lacks gate"),
         ("tl.exp(-gate)", "tl.exp(gate)", "the minus sign is missing"),
         ("tl.program_id(0) * BLOCK_SIZE", "tl.program_id(0)", "is not written from number"),
         ("dy * gate * s, mask=mask", "dy * gate * s", "outside of dup"),
+        ("1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "inf / inf is NaN"),
     ],
     "rope_backward": [
         ("dy1 * c1 + dy2 * s2", "dy1 * c1 - dy2 * s2", "dx1 has - dy2 * s2"),
@@ -323,7 +410,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("token * cos_token_stride", "0", "every token takes row 0 of cos."),
         ("+ head * dx_head_stride", "", "dx is not written"),
         ("HALF + cols", "BLOCK_HALF + cols", "HALF is no power of two"),
-        ("token * dx_token_stride", "token * dy_token_stride", "stride of another tensor"),
+        ("token * dx_token_stride", "token * dy_token_stride", "in a gap of"),
+        ("head * dy_head_stride + token * dy_token_stride", "token * dy_head_stride + head * "
+         "dy_token_stride", "the strides of head and token are exchanged"),
     ],
     "adamw": [
         ("m / correction1", "m", "m is not divided by correction1"),
@@ -338,16 +427,165 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("(1.0 - beta1) * g\n", "g\n", "m: the factor 1 - beta1 is missing"),
         ("tl.store(v_ptr + i, v, mask=mask)", "pass", "v is not stored"),
         ("m, mask=mask)", "m)", "outside of m"),
+        ("p, mask=mask)", "p)", "outside of p"),
+        ("p * (1.0 - lr * weight_decay) - lr", "(1.0 - lr * weight_decay) * p - (1.0 - lr * "
+         "weight_decay) * lr", "the weight decay comes after the step"),
+        ("tl.sqrt(v / correction2) + eps", "(tl.sqrt(v) + eps) / tl.sqrt(correction2 + 0.0 * v)",
+         "eps is added to the root before the correction"),
+        ("    p = p", "    m = m.to(m_ptr.dtype.element_ty).to(tl.float32)\n    p = p",
+         "a rounding before the store shows"),
+        ("beta1 * m + (1.0 - beta1)", "0.8 * m + 0.2", "other settings"),
     ],
     "residual_norm": [
         ("x + residual.to(tl.float32)", "x", "h is x, without the residual"),
         ("tl.sum(h * h", "tl.sum(x * x", "rstd is that of x"),
         ("h * rstd * weight", "x * rstd * weight", "x, not x + residual, is multiplied by rstd"),
-        ("cols, h, mask", "cols, x, mask", "h is x, without the residual"),
+        ("cols, h, mask", "cols, x, mask", "h is x alone where it is stored"),
         ("/ n_cols", "/ BLOCK_SIZE", "the mean divides by BLOCK_SIZE"),
         ("h * rstd * weight", "h * rstd", "y without the weight"),
-        ("row * residual_row_stride", "row * x_row_stride", "the stride of that tensor"),
+        ("row * residual_row_stride", "row * x_row_stride", "in a gap of"),
         ("h, mask=mask)", "h)", "outside of h"),
     ],
+    "softmax_fast": [
+        ("* factor", "", "y is not divided by d"),
+        ("chunk - m_row) * f", "chunk) * f", "m is not subtracted where y is computed"),
+        ("1.0 / tl.sum", "tl.sum", "d is 1 / the sum"),
+        ("(d * tl.exp(m - m_row))", "(d)", "Compare each line"),
+        ("* factor, mask=mask)", "* factor)", "outside of y"),
+        ("n_rows, tl.num_programs(0)):", "n_rows - 1, tl.num_programs(0)):", "y is not written"),
+    ],
+}
+# what the interpreter takes: the same, with words of the compiler
+NOT_COMPILED: dict[str, list[tuple[str, str, str]]] = {
+    "rmsnorm_forward": [
+        ("mask = cols", "mask = 0 <= cols", "multiple comparison"),
+        ("tl.sum(x * x, axis=0)", "sum([tl.sum(x * x, axis=0)])", "sum is not defined"),
+        ("    tl.store", "    print(rstd)\n    tl.store", "`print(rstd)`"),
+        ("tl.program_id(0)", "int(tl.program_id(0) / 1)", "int() argument"),
+    ],
+    "rmsnorm_dw": [
+        ("tl.zeros((BLOCK_SIZE,), dtype=tl.float32)", "0.0", "Loop-carried variable total"),
+        ("        total", "        if row > n_rows:\n            break\n        total", "Break"),
+    ],
+    "online_softmax": [("d = 0.0", "d = 0", "Loop-carried variable d")],
+    "rmsnorm_dx": [("tl.load(rstd_ptr + row)", "rstd_ptr + row", "tl.load reads what lies there")],
+}
+# fmt: on
+
+
+# Bodies for other right kernels: a loop over single columns, and small blocks with a helper.
+NORM_OF_SCALARS = """\
+    row = tl.program_id(0)
+    total = 0.0
+    j = 0
+    while j < n_cols:
+        x = tl.load(x_ptr + row * x_row_stride + j).to(tl.float32)
+        total += x * x
+        j += 1
+    for j in range(n_cols):
+        x = tl.load(x_ptr + row * x_row_stride + j).to(tl.float32)
+        weight = tl.load(weight_ptr + j).to(tl.float32)
+        tl.store(y_ptr + row * y_row_stride + j, x * weight / tl.sqrt(total / n_cols + eps))
+"""
+NORM_IN_BLOCKS = """\
+    row = tl.program_id(0)
+    total = tl.zeros((SMALL,), tl.float32)
+    for first in range(0, n_cols, SMALL):
+        x = load(x_ptr + row * x_row_stride, first, n_cols)
+        total += x * x
+    rstd = 1.0 / tl.sqrt(tl.sum(total) / n_cols + eps)
+    for first in range(0, n_cols, SMALL):
+        y = load(x_ptr + row * x_row_stride, first, n_cols) * load(weight_ptr, first, n_cols) * rstd
+        cols = first + tl.arange(0, SMALL)
+        tl.store(y_ptr + row * y_row_stride + cols, y, mask=cols < n_cols)
+"""
+HELPER = """\
+SMALL = tl.constexpr(16)
+
+
+@triton.jit
+def load(ptr, first, n_cols):
+    cols = first + tl.arange(0, SMALL)
+    return tl.load(ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rmsnorm_forward_kernel("""
+MAXIMUM_FIRST = """\
+    for first in range(0, n_cols, BLOCK_SIZE):
+        cols = first + tl.arange(0, BLOCK_SIZE)
+        chunk = tl.load(logits_ptr + row * logits_row_stride + cols, cols < n_cols, other=-1e30)
+        m = tl.maximum(m, tl.max(chunk.to(tl.float32), axis=0))
+    for first"""
+LOADED = "        target_logit = tl.load(row_ptr + target).to(tl.float32)"
+WRITES = "        for first in range(0, n_cols, BLOCK_SIZE):\n" + 12 * " "
+WRITES += "cols = first + tl.arange(0, BLOCK_SIZE)\n            mask"
+ATOMIC = "tl.atomic_add(partial_ptr + cols, total, mask=mask)"
+# exercise: other right kernels, each as changes of the solution
+# fmt: off
+RIGHT: dict[str, list[tuple[tuple[str, str], ...]]] = {
+    "add": [
+        (("+ tl.arange(0, BLOCK_SIZE)\n",
+          "\n    for i in range(i, tl.minimum(i + BLOCK_SIZE, n)):\n"),
+         ("    mask = i < n\n", ""), (", mask=mask", ""), ("    a = ", "        a = "),
+         ("    b = ", "        b = "), ("    tl.store", "        tl.store")),
+        (("block_size=1024", "block_size=16"), ("n, BLOCK", "n, num_warps=8, BLOCK")),
+    ],
+    "tile": [
+        (("program_id(0)", "program_id(2)"), ("program_id(1)", "program_id(0)"),
+         ("program_id(2)", "program_id(1)"), ("(triton.cdiv(n_rows, block_rows), ", "("),
+         ("triton.cdiv(n_cols, block_cols))",
+          "triton.cdiv(n_cols, block_cols), triton.cdiv(n_rows, block_rows))")),
+        (("(rows[:, None] < n_rows) & (cols[None, :] < n_cols)",
+          "tl.where(rows[:, None] < n_rows, cols[None, :] < n_cols, False)"),),
+    ],
+    "rmsnorm_forward": [
+        ((SOLUTIONS["rmsnorm_forward"][0], NORM_OF_SCALARS),),
+        ((SOLUTIONS["rmsnorm_forward"][0], NORM_IN_BLOCKS),
+         ("@triton.jit\ndef rmsnorm_forward_kernel(", HELPER)),
+        (("x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)",
+          "x_row_stride + cols, mask=mask).to(tl.float32)\n    x = tl.where(mask, x, 0.0)"),),
+        (("row = tl.program_id(0)", "row = tl.program_id(0) * 2 + tl.arange(0, 2)[:, None]"),
+         ("mask = cols < n_cols",
+          "cols = cols[None, :]\n    mask = (cols < n_cols) & (row < n_rows)"),
+         ("axis=0", "axis=1, keep_dims=True"), ("eps,\n    BLOCK", "eps,\n    n_rows,\n    BLOCK"),
+         ("eps,\n        BLOCK", "eps, n_rows, BLOCK"), ("(n_rows,)]", "(n_rows + 1) // 2,]")),
+    ],
+    "rmsnorm_dx": [(("rstd * (wdy - x_hat * c1)", "rstd * wdy - x * (rstd * rstd * c1)"),)],
+    "rmsnorm_dw": [
+        (("tl.store(partial_ptr + program * partial_row_stride + cols, total, mask=mask)", ATOMIC),
+         ("    rmsnorm_dw_kernel[", "    partial.zero_()\n    rmsnorm_dw_kernel[")),
+        (("for row in range(program, n_rows, tl.num_programs(0)):",
+          "row = program\n    while row < n_rows:"),
+         ("total += dy * x * rstd", "total += dy * x * rstd\n        row += tl.num_programs(0)")),
+    ],
+    "online_softmax": [
+        (("    for first", MAXIMUM_FIRST),),
+        (("tl.maximum(m, tl.max(chunk))", "tl.max(tl.where(mask, tl.maximum(chunk, m), m))"),),
+    ],
+    "cross_entropy": [
+        (("    d = 0.0\n", "    d = 0.0\n    target = tl.load(targets_ptr + row)\n    at = 0.0\n"),
+         ("= tl.load(row_ptr + target).to(tl.float32)", "= at"),
+         ("        m_new =",
+          "        at += tl.sum(tl.where(cols == target, chunk, 0.0))\n        m_new =")),
+        (("softmax - 1.0, softmax) * dloss", "dloss * (softmax - 1.0), dloss * softmax)"),),
+    ],
+    "cross_entropy_inplace": [
+        ((f"{LOADED}  # before any thread stores\n", ""),
+         (WRITES, f"{LOADED}\n        tl.debug_barrier()\n{WRITES}")),
+    ],
+    "swiglu_backward": [
+        (("1.0 / (1.0 + tl.exp(-gate))", "tl.sigmoid(gate)"), ("i < n", "(i + 1) <= n")),
+    ],
+    "rope_backward": [(("dy + HALF + cols", "dy + (HALF + cols) % (2 * HALF)"),)],
+    "adamw": [
+        (("m = beta1 * m + (1.0 - beta1) * g", "m += (1.0 - beta1) * (g - m)"),
+         ("p = p * (1.0 - lr * weight_decay) -", "p = p - lr * weight_decay * p -")),
+    ],
+    "residual_norm": [
+        (("h, mask=mask)\n", "h, mask=mask)\n    h = tl.load(h_ptr + row * h_row_stride + cols, "
+          "mask=mask, other=0.0).to(tl.float32)\n"),),
+    ],
+    "softmax_fast": [(("[(n_rows,)]", "[(2,)]"),)],
 }
 # fmt: on

@@ -10,6 +10,8 @@ from exercises.grading.exercise import Mistakes, Parts
 from harness.benchmark.checking import Check, relative_error
 
 Axes = dict[int, tuple[str, ...]]
+# What outputs hold before the launch.  No kernel computes it by chance; bf16 holds it exactly.
+UNWRITTEN = -12_288.0
 
 
 def in_pieces(pieces: Parts) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -31,6 +33,10 @@ class Answer:
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
 
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.passed]
+
     def distance(self, other: torch.Tensor) -> float:
         """Return how far it lies from another one, as a share of what is allowed."""
         shares = [
@@ -50,16 +56,11 @@ class Answer:
             return f"by a little: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
         first = tuple(wrong.nonzero()[0].tolist())
         place = ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(first)], first))
-        sentence = (
-            f"{places_in_words(wrong, axes)}. The first: {place} is {found[first].item():.4g}, "
-            f"expected {exact[first].item():.4g}."
-        )
-        if found[first].isnan():
-            sentence += (
-                " NaN comes from memory around the rows, which holds NaN here, or from inf - inf "
-                "and the like."
-            )
-        return sentence
+        given, expected = found[first].item(), exact[first].item()
+        digits = (f".{n}g" for n in range(4, 18))
+        spec = next((d for d in digits if format(given, d) != format(expected, d)), ".17g")
+        where = f"{places_in_words(wrong, axes)}. The first: {place}"
+        return f"{where} is {given:{spec}}, expected {expected:{spec}}."
 
 
 def known_mistakes(answers: dict[str, Answer], mistakes: Mistakes) -> list[str]:
@@ -112,4 +113,4 @@ def stretch_in_words(name: str, places: list[int], length: int) -> str:
         if last == length - 1:
             return f"from {name} {first:,} on"
         return f"in {name}s {first:,} to {last:,}"
-    return f"in {len(places):,} of {length:,} {name}s, the first is {first:,}"
+    return f"in {len(places):,} of {length:,} {name}s"

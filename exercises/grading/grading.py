@@ -1,23 +1,33 @@
 """Run an exercise's `launch` on its cases, and say in words what is right and what is wrong."""
 
-import inspect
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from triton.compiler.errors import CompilationError
+import torch.nn.functional as F
 
-from exercises.grading.elementwise import ADAMW, ROPE_BACKWARD, SWIGLU_BACKWARD
-from exercises.grading.exercise import Case, Exercise, Inputs
-from exercises.grading.findings import Answer, in_pieces, known_mistakes, places_in_words
-from exercises.grading.losses import CROSS_ENTROPY, CROSS_ENTROPY_INPLACE, ONLINE_SOFTMAX
-from exercises.grading.memory import UNWRITTEN, Guarded
+from exercises.grading.elementwise import ADAMW, ADD, ROPE_BACKWARD, SWIGLU_BACKWARD, TILE
+from exercises.grading.exercise import Case, Exercise, Inputs, in_float64
+from exercises.grading.findings import (
+    UNWRITTEN,
+    Answer,
+    in_pieces,
+    known_mistakes,
+    places_in_words,
+)
+from exercises.grading.losses import (
+    CROSS_ENTROPY,
+    CROSS_ENTROPY_INPLACE,
+    ONLINE_SOFTMAX,
+    SOFTMAX_FAST,
+)
 from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
 from harness.benchmark.checking import compare
+from judging.judged_file import Stopped
 
 EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
+    "add": ADD,
+    "tile": TILE,
     "rmsnorm_forward": FORWARD,
     "rmsnorm_dx": DX,
     "rmsnorm_dw": DW,
@@ -28,15 +38,29 @@ EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
     "rope_backward": ROPE_BACKWARD,
     "adamw": ADAMW,
     "residual_norm": RESIDUAL,
+    "softmax_fast": SOFTMAX_FAST,
 }
+ADDED = (
+    f"the result is added to what the memory held before the launch, here {UNWRITTEN:,.0f}: store "
+    "the result, or zero the memory before"
+)
+NAN = (
+    "NaN is what a masked lane of a load without other= holds here; inf - inf, 0 * inf and inf / "
+    "inf give NaN too."
+)
+BEFORE = f"The memory of the results held {UNWRITTEN:,.0f} before the launch."
+NOT_FP32 = (
+    "So small an error comes from a number that is rounded to fp16 or bf16 on the way, or added up "
+    "in one of these, or else from a term that is small beside the others."
+)
+Run = Callable[[Inputs, str], dict]  # as learner.launching serves it
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the first case that is wrong shows; nothing, if every case is right."""
 
-    case: int  # its number, from 1 on
-    title: str
+    title: str  # of the case
     sentences: list[str]
 
     @property
@@ -44,117 +68,95 @@ class Verdict:
         return not self.sentences
 
 
-def grade(exercise: Exercise, launch: Callable) -> Verdict:
-    """Run the cases one after the other, up to the first that is wrong."""
+def grade(exercise: Exercise, run: Run, compiled: Callable[[], list[str]] = list) -> Verdict:
+    """Run the cases one after the other, up to the first that is wrong.
+
+    compiled: returns what the compiler refuses; that comes first.
+    """
     for number, case in enumerate(exercise.cases, start=1):
-        sentences = wrong_in(exercise, launch, case, is_first=number == 1)
+        sentences = wrong_in(exercise, run, case, is_first=number == 1)
         if sentences:
             break
-    return Verdict(number, exercise.title(case), sentences)
-
-
-def arguments(exercise: Exercise, inputs: Inputs, gaps: bool) -> tuple[dict, dict]:
-    """Return inputs and outputs of a launch in memory of their own: {name: Guarded or number}."""
-    given, written, gap = {}, {}, 0
-    outputs = exercise.outputs(inputs)
-    for name, value in (inputs | outputs).items():
-        if not isinstance(value, torch.Tensor):
-            given[name] = value
-            continue
-        gap += 3 if gaps else 0  # for each tensor another one, so that strides cannot be exchanged
-        if name in outputs:
-            written[name] = Guarded(torch.full_like(value, UNWRITTEN), gap, UNWRITTEN)
-        else:
-            place = written if name in exercise.overwritten else given
-            place[name] = Guarded(value, gap)
-    return given, written
-
-
-def call(exercise: Exercise, launch: Callable, given: dict, written: dict) -> None:
-    """Call `launch` with tensors and numbers by name."""
-    values = {
-        name: value.tensor if isinstance(value, Guarded) else value
-        for name, value in (given | written).items()
-    }
-    if exercise.block_size:
-        values["block_size"] = exercise.block_size
-    launch(**values)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def wrong_in(exercise: Exercise, launch: Callable, case: Case, is_first: bool) -> list[str]:
-    """Return sentences about what is wrong in a case; none if it is right."""
-    inputs = exercise.make(case.rows, case.size, case.dtype, **case.options)
-    given, written = arguments(exercise, inputs, case.gaps)
+    title = f"case {number} of {len(exercise.cases)}: {exercise.title(case)}"
     try:
-        call(exercise, launch, given, written)
-    except (Exception, SystemExit) as error:  # whatever the learner's code raises
-        return [stopped(error, inspect.unwrap(launch).__code__.co_filename)]
-    if is_first and not any(memory.changed().any() for memory in written.values()):
+        refused = compiled()
+    except Stopped as stopped:
+        refused = [] if sentences else [str(stopped)]
+    return Verdict("compiled for a GPU", refused) if refused else Verdict(title, sentences)
+
+
+def placed(values: torch.Tensor, gap: int) -> torch.Tensor:
+    """Return a copy whose dimensions lie in memory in the same order, with a gap behind each row.
+
+    A gap of floating-point numbers holds NaN.
+    """
+    order = sorted(range(values.ndim), key=lambda dim: -values.stride(dim))
+    filling = torch.nan if values.is_floating_point() else 0
+    memory = F.pad(values.permute(order), (0, gap * (values.ndim > 1)), value=filling).contiguous()
+    inner = memory[..., : values.shape[order[-1]]]
+    return inner.permute([order.index(dim) for dim in range(values.ndim)])
+
+
+def arguments(exercise: Exercise, case: Case) -> tuple[Inputs, Inputs]:
+    """Return the inputs of a case, and all arguments of `launch` in memory of their own."""
+    inputs = exercise.make(case.rows, case.size, case.dtype, **case.options)
+    outputs = {n: torch.full_like(t, UNWRITTEN) for n, t in exercise.outputs(inputs).items()}
+    values, gap = {}, 0
+    for name, value in (inputs | outputs).items():
+        gap += 3 if case.gaps else 0  # each tensor has another one: strides cannot be exchanged
+        values[name] = placed(value.cpu(), gap) if isinstance(value, torch.Tensor) else value
+    return inputs, values | exercise.blocks
+
+
+def compiled_cases(exercise: Exercise) -> list[Inputs]:
+    """Return the arguments of `launch` in the first case, of fp32, and in the last one, of bf16."""
+    return [arguments(exercise, case)[1] for case in (exercise.cases[0], exercise.cases[-1])]
+
+
+def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[str]:
+    """Return sentences about what is wrong in a case; none if it is right."""
+    inputs, values = arguments(exercise, case)
+    try:
+        seen = run(values, case.order)
+    except Stopped as stopped:
+        return [str(stopped)]
+    tensors = {name: t.to(inputs_device(inputs)) for name, t in seen["tensors"].items()}
+    changed = {n: not same(t, values[n].to(t.device)) for n, t in tensors.items()}
+    read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
+    written = {name: t for name, t in tensors.items() if name not in read}
+    if is_first and not seen["findings"] and not any(changed.values()):
         names = ", ".join(written)
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
-    found = memory_findings(exercise, given, written)
-    if found and is_first:
-        return found
-    if not found:
-        found, is_named = part_findings(exercise, inputs, written)
-        if not found or is_named:
-            return found
-    return [*found, case.question]
+    found = list(seen["findings"])
+    found += [f"{name} was changed, which the kernel only reads." for name in read if changed[name]]
+    for name in written.keys() - set(exercise.overwritten):
+        unwritten = written[name] == UNWRITTEN
+        if unwritten.all():
+            found.append(f"Nothing of {name} is written.")
+        elif unwritten.any():
+            places = places_in_words(unwritten, exercise.axes)
+            found.append(f"{name} is not written {places}.")
+    wrong, asked = part_findings(exercise, inputs, written, case)
+    if found:  # wrong numbers follow from these
+        return found if is_first else found + asked
+    return wrong + asked if wrong else []
 
 
-def stopped(error: BaseException, file: str) -> str:
-    """Return where and why the learner's code stopped."""
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
-    last, where = chain[-1], Path(file).name
-    frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    # its words, also of an error that raises another one when asked for them
-    why = f"{type(last).__name__}: {traceback.TracebackException.from_exception(last)}"
-    for each in chain:
-        if isinstance(each, CompilationError) and each.node is not None:
-            # of the kernel alone: its own lines, and not the file's, are counted
-            line = each.src.splitlines()[each.node.lineno - 1]
-            source = Path(file).read_text().splitlines()
-            lines = [1 + source.index(line)] if line in source else lines  # of Triton's own code
-            why = each.error_message if each is last else why
-    first, *_ = why.strip().splitlines()
-    return f"The code stops in {f'line {lines[-1]} of ' if lines else ''}{where} with {first}"
+def inputs_device(inputs: Inputs) -> torch.device:
+    return next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
 
 
-def memory_findings(exercise: Exercise, given: dict, written: dict) -> list[str]:
-    """Return sentences about memory that was written and should not, or the reverse."""
-    sentences = []
-    for name, memory in given.items():
-        if isinstance(memory, Guarded) and memory.changed().any():
-            sentences.append(f"{name} was changed, which the kernel only reads.")
-    for name, memory in written.items():
-        if n := memory.n_changed_outside():
-            elements = "1 element" if n == 1 else f"{n:,} elements"
-            sentences.append(
-                f"The kernel wrote {elements} outside of {name}: behind a row's end, or with the "
-                "stride of another tensor."
-            )
-        if name not in exercise.overwritten:
-            unwritten = memory.tensor == UNWRITTEN
-            if unwritten.all():
-                sentences.append(f"Nothing of {name} is written.")
-            elif unwritten.any():
-                places = places_in_words(unwritten, exercise.axes)
-                sentences.append(f"{name} is not written {places}.")
-    return sentences
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def part_findings(exercise: Exercise, inputs: Inputs, written: dict) -> tuple[list[str], bool]:
-    """Return sentences about parts that are wrong, and whether a known mistake was found."""
+def part_findings(
+    exercise: Exercise, inputs: Inputs, written: dict, case: Case
+) -> tuple[list[str], list[str]]:
+    """Return sentences about parts that are wrong, and the known mistake or else a question."""
     exact_inputs = in_float64(inputs)
     right, eager = exercise.answers(exact_inputs), exercise.answers(inputs)
-    found = exercise.parts(inputs, {name: memory.tensor for name, memory in written.items()})
-    all_pieces = exercise.split(inputs)
-    answers = {}
+    found, all_pieces, answers = exercise.parts(inputs, written), exercise.split(inputs), {}
     for part, exact in right.items():
         pieces = all_pieces.get(part, {})
         checks = [
@@ -162,20 +164,32 @@ def part_findings(exercise: Exercise, inputs: Inputs, written: dict) -> tuple[li
             for piece in in_pieces(pieces)
         ]
         answers[part] = Answer(found[part], exact, pieces, checks)
-    sentences = [
-        f"{part} is wrong {answer.in_words(exercise.axes)}"
-        for part, answer in answers.items()
-        if not answer.passed
-    ]
-    if not sentences:
-        return [], False
-    named = known_mistakes(answers, exercise.mistakes(exact_inputs, right))
-    sentences += [f"That is the answer of a known mistake: {sentence}." for sentence in named]
-    return sentences, bool(named)
+    wrong = {part: answer for part, answer in answers.items() if not answer.passed}
+    if not wrong:
+        return [], [case.question] if isinstance(case.question, str) else []
+    sentences = [f"{p} is wrong {answer.in_words(exercise.axes)}" for p, answer in wrong.items()]
+    mistakes = exercise.formula.mistakes(exercise.names(exact_inputs))
+    if not exercise.overwritten:
+        before = {name: torch.full_like(t, UNWRITTEN) for name, t in written.items()}
+        held = exercise.parts(inputs, before)
+        mistakes[ADDED] = {part: t + held[part] for part, t in right.items() if part in wrong}
+    named = known_mistakes(answers, mistakes)
+    if named:
+        return sentences, [f"A known mistake gives the same numbers: {each}." for each in named]
+    question = case.question
+    if isinstance(question, dict):
+        question = question.get(next(iter(wrong)), "")
+    asked = [question] if question else []
+    errors = [check.error for answer in wrong.values() for check in answer.failed]
+    if case.dtype == torch.float32 and all(2e-5 < error < 2e-2 for error in errors):
+        # the first case asks for nothing else that a small error could come from
+        asked = [NOT_FP32] if case is exercise.cases[0] else [*asked, NOT_FP32]
+    return sentences + explained(wrong.values()), asked
 
 
-def in_float64(inputs: Inputs) -> Inputs:
-    return {
-        name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
-        for name, t in inputs.items()
-    }
+def explained(answers: Iterable[Answer]) -> list[str]:
+    """Return where numbers come from that no right kernel gives."""
+    numbers = torch.cat([answer.found.flatten().double() for answer in answers])
+    multiples = UNWRITTEN * torch.arange(1, 9, dtype=numbers.dtype, device=numbers.device)
+    near = (numbers[:, None] - multiples).abs() < abs(UNWRITTEN) / 20
+    return [NAN] * bool(numbers.isnan().any()) + [BEFORE] * bool(near.any())

@@ -10,8 +10,20 @@ from cross_entropy_kernel import (
     cross_entropy_forward,
     cross_entropy_inplace,
 )
-from exercises.grading.exercise import Case, Exercise, Inputs, Mistakes, Parts, chosen
-from exercises.grading.norms import BF16, DTYPE, FORMULA, ONE_ROW
+from exercises.grading.exercise import (
+    BF16,
+    DTYPE,
+    FORMULA,
+    Case,
+    Exercise,
+    Formula,
+    Inputs,
+    Parts,
+    chosen,
+    orders,
+    slips,
+)
+from exercises.grading.norms import MANY_ROWS, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB
 from harness.cli.device import DEVICE
 from subjects import cross_entropy
@@ -26,32 +38,103 @@ CHUNKS = (
     "The row has several chunks here, and the last one is shorter: does the loop reach n_cols, "
     "does each lane beyond n_cols load -inf, and is each store masked?"
 )
-RESCALED = "Is the sum so far rescaled when a later chunk brings a larger maximum?"
-LARGE = "Is m subtracted before each exponential?"
+LOSS = (
+    "Is the loss m - logits[target] + log(d), with this row's own target, and with m and d of the "
+    "whole row?"
+)
+GRADIENT = "The loss is right, so m and d are: compare the gradient with the docstring's."
+MAXIMUM = "Is m the largest logit of all chunks, and does it begin below every logit?"
 
 
-def cases(*more: Case) -> tuple[Case, ...]:
+def of_d(question: str) -> dict[str, str]:
+    """Return a question that is asked where m is right and d is not; others for other parts."""
+    of_others = {"loss": LOSS, "dlogits": GRADIENT, "logits": GRADIENT}
+    return {"m": MAXIMUM, "d": question, "y": question} | of_others
+
+
+RESCALED = of_d("Is the sum so far rescaled when a later chunk brings a larger maximum?")
+LARGE = of_d("Is m subtracted before each exponential?")
+FIRST = of_d(FORMULA)
+
+
+def cases(*more: Case, **options) -> tuple[Case, ...]:
+    """Return the cases of a kernel of long rows; options: of the exercise's `make`, in each."""
+
+    def case(n_rows: int, V: int, question, note: str = "", **of_case) -> Case:
+        given = {name: of_case.pop(name) for name in ("sides", "edges") if name in of_case}
+        return Case((n_rows,), V, question, options=options | given, note=note, **of_case)
+
     return (
-        Case((6,), CHUNK, FORMULA),
-        Case((6,), CHUNK, STRIDES, gaps=True),
-        Case((6,), 4 * CHUNK, RESCALED, gaps=True),
-        Case((6,), 193, CHUNKS, gaps=True),
-        Case((5,), 31, CHUNKS, gaps=True),
-        Case((1,), 1, ONE_ROW),
-        Case((5,), 75, LARGE, options={"offset": 1000.0}, note="logits near 1,000"),
+        case(6, CHUNK, FIRST),
+        case(6, CHUNK, STRIDES, gaps=True),
+        case(6, 4 * CHUNK, RESCALED, gaps=True),
+        case(6, 193, CHUNKS, gaps=True),
+        case(5, 31, CHUNKS, gaps=True),
+        case(1, 1, ONE_ROW),
+        case(20, 593, CHUNKS, gaps=True, edges=True),
+        case(2, 40 * CHUNK + 1, CHUNKS),
+        case(53, 75, MANY_ROWS),
+        *orders((8,), 75, options=options),
+        case(6, 193, LARGE, "logits near -1,000 and near 1,000", sides=True),
         *more,
-        Case((5,), 193, DTYPE, dtype=BF16, gaps=True),
+        case(5, 193, DTYPE, dtype=BF16, gaps=True),
     )
+
+
+def drawn(rows, V, dtype, sides=False, edges=False, **options) -> Inputs:
+    """Return logits, targets and each row's dloss.
+
+    sides: the rows lie near -1,000 and near 1,000, in turns.
+    edges: the targets are each chunk's first and last column, in turns.
+    """
+    inputs, douts = ROWS.make(rows, V, dtype, **options)
+    if sides:
+        inputs["logits"][::2] -= 1000
+        inputs["logits"][1::2] += 1000
+    if edges:
+        columns = [c for first in range(0, V, CHUNK) for c in (first, min(first + CHUNK, V) - 1)]
+        edges = torch.tensor(columns, device=DEVICE, dtype=torch.int64)
+        inputs["targets"] = edges.repeat(rows[0])[: rows[0]]
+    return inputs | {"dloss": douts["loss"]}
+
+
+def at_target(t: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return t.gather(-1, targets[:, None])[:, 0]
+
+
+def of_logits(inputs: Inputs) -> Inputs:
+    """Return what a formula takes: the inputs, and sizes."""
+    n_cols = inputs["logits"].shape[1]
+
+    def pad(chunk: torch.Tensor) -> torch.Tensor:
+        return F.pad(chunk, (0, CHUNK - chunk.shape[-1]))
+
+    columns = torch.arange(n_cols, device=DEVICE, dtype=torch.int64)
+    names = {"n_cols": n_cols, "CHUNK": CHUNK, "pad": pad, "columns": columns}
+    return inputs | names | {"at_target": at_target}
 
 
 # ---- Maximum and denominator
 
-
-def make_logits(rows, V, dtype, forbidden=0, **options) -> Inputs:
-    """Return logits, whose first `forbidden` columns are -inf in every second row."""
-    logits = ROWS.make(rows, V, dtype, **options)[0]["logits"]
-    logits[::2, :forbidden] = -math.inf
-    return {"logits": logits}
+SOFTMAX_LINES = """
+m = torch.full_like(logits[:, 0], -3.4e38)
+d = torch.zeros_like(m)
+for first in range(0, n_cols, CHUNK):
+    chunk = logits[:, first : first + CHUNK]
+    m_new = maximum(m, chunk.amax(-1))
+    d = d * exp(m - m_new) + exp(chunk - m_new[:, None]).sum(-1)
+    m = m_new
+m, d = m, d  # as they are stored
+"""
+LOOP_SLIPS = slips("loop") | {
+    f"only the row's first {k} chunks are read: the loop ends before n_cols": (
+        "range(0, n_cols",
+        f"range(0, min(n_cols, {k} * CHUNK)",
+    )
+    for k in (2, 3, 4, 8, 16, 32)
+}
+MAXIMUM_SLIPS = slips("maximum")
+SOFTMAX_SLIPS = LOOP_SLIPS | slips("softmax")
 
 
 def exponentials(logits: torch.Tensor) -> torch.Tensor:
@@ -66,67 +149,17 @@ def softmax_answers(inputs: Inputs) -> Parts:
     return {"m": logits.amax(-1).to(e.dtype), "d": e.sum(-1)}
 
 
-def softmax_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
-    logits, (m, d) = inputs["logits"], right.values()
-    chunks = logits.split(CHUNK, -1)
-    maxima = torch.stack([chunk.amax(-1) for chunk in chunks])  # (chunks, n_rows)
-    sums = torch.stack([exponentials(chunk).sum(-1) for chunk in chunks])
-    so_far = maxima.cummax(0).values
-    # what each chunk adds, with the maximum so far: right if it is rescaled later
-    added = sums * (maxima - so_far).exp().nan_to_num()
-    n_lanes = -logits.shape[-1] % CHUNK
-    padded = F.pad(logits, (0, n_lanes))
-    m_padded = padded.amax(-1)
-    last = {"m": maxima[-1], "d": sums[-1]}
-    return {
-        "the sum so far is not rescaled when a chunk brings a larger maximum": {"d": added.sum(0)},
-        "m and d are those of the last chunk alone: the loop keeps nothing": last,
-        "m is that of the last chunk alone: tl.maximum with the m so far is missing": {
-            "m": maxima[-1]
-        },
-        "m and d are those of the first chunk alone: there is no loop": {
-            "m": maxima[0],
-            "d": sums[0],
-        },
-        "each chunk's sum replaces the sum so far, where it is added": {"d": added[-1]},
-        "lanes beyond the row load 0, where -inf is meant": {
-            "m": m_padded,
-            "d": (padded - m_padded[:, None]).exp().sum(-1),
-        },
-        "m is not subtracted before the exponential": {"d": logits.exp().sum(-1)},
-        "d is the logarithm of the sum": {"d": d.log()},
-        "d is 1 / the sum": {"d": 1 / d},
-        "m is the mean, where the maximum is meant": {"m": logits.mean(-1)},
-        "m and d are exchanged": {"m": d, "d": m},
-    }
+def make_logits(rows, V, dtype, forbidden=0, **options) -> Inputs:
+    """Return logits, whose first `forbidden` columns are -inf in every second row."""
+    logits = drawn(rows, V, dtype, **options)["logits"]
+    logits[::2, :forbidden] = -math.inf
+    return {"logits": logits}
 
 
-def of_rows(inputs: Inputs, *names: str) -> Parts:
+def numbers_of_rows(inputs: Inputs, *names: str) -> Parts:
     """Return an empty fp32 number a row, by name."""
     n_rows = len(inputs["logits"])
     return {name: torch.empty(n_rows, device=DEVICE, dtype=torch.float32) for name in names}
-
-
-ONLINE_SOFTMAX = Exercise(
-    make=make_logits,
-    outputs=lambda inputs: of_rows(inputs, "m", "d"),
-    answers=softmax_answers,
-    mistakes=softmax_mistakes,
-    cases=cases(
-        Case(
-            (6,),
-            193,
-            "With m = -inf before the loop, m - m_new is -inf - -inf = NaN: does m begin finite?",
-            options={"forbidden": CHUNK},
-            note="a first chunk of -inf in every second row",
-        )
-    ),
-    block_size=CHUNK,
-    reads=("logits",),
-    writes=(),
-    timed=((TIMED_ROWS,), LLAMA_VOCAB),
-    lesson=lambda inputs: lesson_forward(inputs["logits"]),
-)
 
 
 def lesson_forward(logits: torch.Tensor):
@@ -134,95 +167,72 @@ def lesson_forward(logits: torch.Tensor):
     return lambda: cross_entropy_forward(logits, targets)
 
 
+FINITE = "With m = -inf before the loop, m - m_new is -inf - -inf = NaN: does m begin finite?"
+ONLINE_SOFTMAX = Exercise(
+    make=make_logits,
+    outputs=lambda inputs: numbers_of_rows(inputs, "m", "d"),
+    answers=softmax_answers,
+    formula=Formula(SOFTMAX_LINES, ("m", "d"), SOFTMAX_SLIPS | MAXIMUM_SLIPS),
+    names=of_logits,
+    cases=cases(
+        Case(
+            (6,),
+            193,
+            FINITE,
+            options={"forbidden": CHUNK},
+            note="a first chunk of -inf in every second row",
+        )
+    ),
+    blocks={"block_size": CHUNK},
+    reads=("logits",),
+    writes=(),
+    timed=((TIMED_ROWS,), LLAMA_VOCAB),
+    lesson=lambda inputs: lesson_forward(inputs["logits"]),
+)
+
 # ---- The loss and its gradient
+
+LOSS_LINES = (
+    SOFTMAX_LINES
+    + """
+target_logit = at_target(logits, targets)
+one_hot = 1.0 * (columns == targets[:, None])
+loss = m - target_logit + log(d)
+softmax = exp(logits - m[:, None]) / d[:, None]
+dlogits = (softmax - one_hot) * dloss[:, None]
+"""
+)
+LOSS_SLIPS = LOOP_SLIPS | slips("loss")
+GRADIENT_SLIPS = LOSS_SLIPS | MAXIMUM_SLIPS | slips("gradient")
 
 
 def make_loss(rows, V, dtype, **options) -> Inputs:
     """Return logits and targets, none of them ignored, and a gradient for each row's loss."""
-    inputs, douts = ROWS.make(rows, V, dtype, **options)
+    inputs = drawn(rows, V, dtype, **options)
     return {
-        "dloss": douts["loss"],
+        "dloss": inputs["dloss"],
         "logits": inputs["logits"],
         "targets": inputs["targets"].clamp(min=0),
     }
 
 
-def loss_answers(inputs: Inputs) -> Parts:
+def gradient_answers(inputs: Inputs) -> Parts:
     exact = inputs["logits"].dtype == torch.float64
     eager = ROWS.reference if exact else ROWS.eager  # which converts logits to fp32
     return run(ROWS, eager, chosen(inputs, "logits", "targets"), {"loss": inputs["dloss"]})
 
 
-def loss_formulas(logits: torch.Tensor, targets: torch.Tensor) -> Mistakes:
-    """Return known mistakes of the loss alone."""
-    target_logit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    m, d = softmax_answers({"logits": logits}).values()
-    first = logits[:, 0]
-    losses = {
-        "log(d) is missing from the loss": m - target_logit,
-        "m is missing from the loss": d.log() - target_logit,
-        "the target's logit is missing from the loss": m + d.log(),
-        "the loss has the wrong sign": target_logit - m - d.log(),
-        "d stands where log(d) is meant": m - target_logit + d,
-        "the loss takes the logit of column 0, not of the target": m - first + d.log(),
-        "the loss takes the target of row 0 in every row": m - logits[:, targets[0]] + d.log(),
-    }
-    statistics = {"m": m, "d": d}
-    for sentence, parts in softmax_mistakes({"logits": logits}, statistics).items():
-        if "chunk" in sentence or "lanes" in sentence:
-            wrong = statistics | parts
-            losses[sentence] = wrong["m"] - target_logit + wrong["d"].log()
-    return {sentence: {"loss": loss} for sentence, loss in losses.items()}
-
-
-def gradient_formulas(inputs: Inputs, scale: torch.Tensor | float, part: str) -> Mistakes:
-    """Return known mistakes of the gradient alone, which is called `part`."""
-    logits, targets = inputs["logits"], inputs["targets"]
-    softmax = logits.softmax(-1)
-    valid = (targets != IGNORED)[:, None]
-    one_hot = F.one_hot(targets.clamp(min=0), logits.shape[-1])
-    columns = torch.arange(logits.shape[-1], device=DEVICE, dtype=torch.int64)
-    in_chunk = (columns % CHUNK == targets[:, None]).to(logits.dtype)
-    e = exponentials(logits)
-    gradients = {
-        "the one-hot row is missing: the target's column lacks its - 1": softmax * scale,
-        "the one-hot row is added, where it is subtracted": (softmax + one_hot) * scale,
-        "exp(logits - m) is not divided by d": (e - one_hot) * scale,
-        "the gradient is one_hot - softmax: the wrong sign": (one_hot - softmax) * scale,
-        "the gradient is not multiplied by dloss, or scale": softmax - one_hot,
-        "only exp(logits - m) / d is multiplied, not the one-hot row": softmax * scale - one_hot,
-        "the target is compared with a column's place in its chunk, without `first`": (
-            (softmax - in_chunk) * scale
-        ),
-        "every column but the target's is zero": -one_hot * (1 - softmax) * scale,
-    }
-    return {sentence: {part: t.where(valid, 0)} for sentence, t in gradients.items()}
-
-
-def loss_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
-    scale = inputs["dloss"][:, None]
-    known = cross_entropy.wrong_answers(
-        chosen(inputs, "logits", "targets"), {"loss": inputs["dloss"]}, right
-    )
-    return {
-        **loss_formulas(inputs["logits"], inputs["targets"]),
-        **gradient_formulas(inputs, scale, "dlogits"),
-        "every row takes dloss of row 0": {"dlogits": right["dlogits"] / scale * scale[:1]},
-        **{sentence: parts for sentence, parts in known.items() if "ignored" not in sentence},
-    }
-
-
 CROSS_ENTROPY = Exercise(
     make=make_loss,
     outputs=lambda inputs: (
-        of_rows(inputs, "loss", "m", "d") | {"dlogits": torch.empty_like(inputs["logits"])}
+        numbers_of_rows(inputs, "loss", "m", "d") | {"dlogits": torch.empty_like(inputs["logits"])}
     ),
-    answers=loss_answers,
-    mistakes=loss_mistakes,
-    parts=lambda inputs, written: chosen(written, "loss", "dlogits"),
+    answers=lambda inputs: softmax_answers(inputs) | gradient_answers(inputs),
+    formula=Formula(LOSS_LINES, ("m", "d", "loss", "dlogits"), GRADIENT_SLIPS),
+    names=of_logits,
     split=cross_entropy.target_and_other_entries,
     cases=cases(),
-    block_size=CHUNK,
+    blocks={"block_size": CHUNK},
     reads=("logits", "logits"),
     writes=("dlogits",),
     timed=((TIMED_ROWS,), LLAMA_VOCAB),
@@ -243,62 +253,90 @@ def lesson_of_both(dloss: torch.Tensor, logits: torch.Tensor, targets: torch.Ten
 # ---- In place
 
 
-def make_inplace(rows, V, dtype, **options) -> Inputs:
-    inputs, _ = ROWS.make(rows, V, dtype, **options)
+def make_inplace(rows, V, dtype, ignore_index=IGNORED, **options) -> Inputs:
+    inputs = chosen(drawn(rows, V, dtype, **options), "logits", "targets")
     targets = inputs["targets"]
-    n_valid = (targets != IGNORED).sum().item()
-    return {**inputs, "scale": 1 / max(n_valid, 1), "ignore_index": IGNORED}
+    targets[targets == IGNORED] = ignore_index
+    n_valid = (targets != ignore_index).sum().item()
+    return {**inputs, "scale": 1 / max(n_valid, 1), "ignore_index": ignore_index}
 
 
 def inplace_answers(inputs: Inputs) -> Parts:
-    douts = torch.full_like(inputs["targets"], inputs["scale"], dtype=torch.float32)
-    both = {**chosen(inputs, "logits", "targets"), "dloss": douts}
-    answers = loss_answers(both)
+    targets, scale = inputs["targets"], inputs["scale"]
+    both = {
+        "logits": inputs["logits"],
+        "targets": targets.where(targets != inputs["ignore_index"], IGNORED),
+        "dloss": torch.full_like(targets, scale, dtype=torch.float32),
+    }
+    answers = gradient_answers(both)
     return {"loss": answers["loss"], "logits": answers["dlogits"]}
 
 
-def inplace_mistakes(inputs: Inputs, right: Parts) -> Mistakes:
-    logits, targets, scale = inputs["logits"], inputs["targets"], inputs["scale"]
-    valid = targets != IGNORED
-    gradient = right["logits"]
-    m, d = softmax_answers(inputs).values()
-    late = gradient.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    wrong = loss_formulas(logits, targets)
-    wrong = {s: {"loss": parts["loss"].where(valid, 0)} for s, parts in wrong.items()}
-    return {
-        **wrong,
-        **gradient_formulas(inputs, scale, "logits"),
-        "the target's logit is loaded after the gradient has overwritten it": {
-            "loss": (m - late + d.log()).where(valid, 0)
-        },
-        "the target is not compared with ignore_index": {
-            "logits": gradient.where(valid[:, None], logits.softmax(-1) * scale)
-        },
-        "ignored rows keep their logits, where zeros are meant": {
-            "logits": gradient.where(valid[:, None], logits)
-        },
-        "scale is multiplied twice": {"logits": gradient * scale},
-        "the loss is multiplied by scale, which only the gradient is": {
-            "loss": right["loss"] * scale
-        },
-    }
+INPLACE_LINES = (
+    "valid = targets != ignore_index\ntargets = targets.where(valid, 0)"
+    + LOSS_LINES.replace("+ log(d)", "+ log(d); loss = loss * valid").rpartition("dlogits")[0]
+    + "gradient = (softmax - one_hot) * scale\nlogits = gradient * valid[:, None]"
+)
+INPLACE_SLIPS = LOSS_SLIPS | slips("inplace")
 
 
 def target_and_other_entries(inputs: Inputs) -> dict[str, Parts]:
     return {"logits": cross_entropy.target_and_other_entries(inputs)["dlogits"]}
 
 
+IGNORED_ROWS = "ignore_index is another one here: is the target compared with that argument?"
 CROSS_ENTROPY_INPLACE = Exercise(
     make=make_inplace,
-    outputs=lambda inputs: of_rows(inputs, "loss"),
+    outputs=lambda inputs: numbers_of_rows(inputs, "loss"),
     overwritten=("logits",),
     answers=inplace_answers,
-    mistakes=inplace_mistakes,
+    formula=Formula(INPLACE_LINES, ("loss", "logits"), INPLACE_SLIPS),
+    names=of_logits,
     split=target_and_other_entries,
-    cases=cases(),
-    block_size=CHUNK,
+    cases=cases(
+        *(
+            Case(
+                (6,),
+                75,
+                IGNORED_ROWS,
+                options={"ignore_index": index},
+                note=f"ignore_index {index}",
+            )
+            for index in (-1, 3)
+        )
+    ),
+    blocks={"block_size": CHUNK},
     reads=("logits",),
     writes=("logits",),
     timed=((TIMED_ROWS,), LLAMA_VOCAB),
     lesson=lambda inputs: lambda: cross_entropy_inplace(inputs["logits"], inputs["targets"]),
+)
+
+# ---- The softmax itself, fast
+
+
+def softmax_compiled(logits: torch.Tensor):
+    """Return torch.compile's softmax, which computes in fp32, as a call."""
+    compiled = torch.compile(lambda t: torch.softmax(t, -1), dynamic=False)
+    return lambda: compiled(logits)
+
+
+SOFTMAX_FAST = Exercise(
+    make=make_logits,
+    outputs=lambda inputs: {"y": torch.empty_like(inputs["logits"])},
+    answers=lambda inputs: {"y": inputs["logits"].softmax(-1)},
+    formula=Formula(
+        SOFTMAX_LINES + "y = exp(logits - m[:, None]) / d[:, None]",
+        ("y",),
+        SOFTMAX_SLIPS | slips("softmax_fast"),
+    ),
+    names=of_logits,
+    cases=cases(),
+    blocks={"block_size": CHUNK},
+    reads=("logits",),
+    writes=("y",),
+    timed=((TIMED_ROWS,), LLAMA_VOCAB),
+    lesson=lambda inputs: softmax_compiled(inputs["logits"]),
+    opponent="torch.compile",
+    must_win=True,
 )

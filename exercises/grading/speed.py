@@ -20,19 +20,27 @@ def bytes_in_words(exercise: Exercise) -> str:
     return f"It moves {moved}: reads {', '.join(exercise.reads)}{writes}."
 
 
-def times_table(exercise: Exercise, launch: Callable) -> str:
-    """Time both kernels alone, without the host, and return a table."""
+def times(exercise: Exercise, launch: Callable) -> list[tuple[str, float, float]]:
+    """Return for the kernel and for its opponent: the name, microseconds alone, of the copy rate.
+
+    The host's time does not count.
+    """
     inputs = exercise.make(*exercise.timed, torch.bfloat16)
     tensors = inputs | exercise.outputs(inputs)
     n_bytes = bytes_per_element(exercise) * inputs[exercise.reads[0]].numel()
     copy_rate = timing.copy_bandwidth()
-    calls = {"yours": lambda: launch(**tensors), "the lesson": exercise.lesson(inputs)}
+    calls = {"yours": lambda: launch(**tensors), exercise.opponent: exercise.lesson(inputs)}
     rows = []
     for name, call in calls.items():
         microseconds = timing.graph_time_us(call) or timing.time_us(call).p50
-        rate = n_bytes / microseconds / 1e3
-        rows.append(
-            [name, formatted(microseconds), formatted(rate, ",.0f"), f"{rate / copy_rate:.0%}"]
-        )
+        rows.append((name, microseconds, n_bytes / microseconds / 1e3, copy_rate))
+    return rows
+
+
+def times_table(exercise: Exercise, rows: list) -> str:
     size = exercise.in_words(*exercise.timed)
-    return table([f"{size}, bf16", "us", "GB/s", "of the copy rate"], rows)
+    cells = [
+        [name, formatted(us), formatted(rate, ",.0f"), f"{rate / copy_rate:.0%}"]
+        for name, us, rate, copy_rate in rows
+    ]
+    return table([f"{size}, bf16", "us", "GB/s", "of the copy rate"], cells)
