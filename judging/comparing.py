@@ -1,0 +1,124 @@
+"""What a contract compares, and the sentence that says what was found and what is right."""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from harness.benchmark.checking import DTYPE_NAME, FLOOR, relative_error
+from judging.contracts import Wrong
+from subjects.subject import (
+    Parts,
+    Subject,
+    as_tuple,
+    compare_parts,
+    gradients,
+    leaves_of,
+    references,
+    same_bits,
+)
+
+
+def described(tensors: Parts) -> str:
+    """Return the tensors in words, as in "x (2, 64) bf16"."""
+    return ", ".join(
+        f"{name} {tuple(t.shape)} {DTYPE_NAME.get(t.dtype, str(t.dtype)).lower()}"
+        if isinstance(t, torch.Tensor)
+        else f"{name} {t!r}"
+        for name, t in tensors.items()
+    )
+
+
+def copies(tensors: Parts) -> Parts:
+    """Return tensors that no function can change that gets the others."""
+    return {name: t.detach().clone() for name, t in tensors.items()}
+
+
+def where_they_differ(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """Return in words the element that differs most; NaN differs most of all."""
+    distance = (found.double() - expected.double()).abs()
+    index = ()
+    if distance.ndim:
+        index = tuple(map(int, torch.unravel_index(distance.argmax(), distance.shape)))
+    return f"{list(index)} is {found[index].item():.7g}, expected {expected[index].item():.7g}"
+
+
+def outputs_of(subject: Subject, leaves: Parts, douts: Parts) -> tuple[torch.Tensor, ...]:
+    """Call the function; raise Wrong unless it returns as many tensors as the subject has."""
+    outputs = as_tuple(subject.function(*leaves.values()))
+    kinds = ["a tensor" if isinstance(t, torch.Tensor) else repr(t) for t in outputs]
+    if kinds != ["a tensor"] * len(douts):
+        raise Wrong(f"returned {', '.join(kinds)}, expected a tensor for each of {list(douts)}")
+    return outputs
+
+
+def gradients_of(outputs, leaves: Parts, douts: Parts, **options) -> Parts:
+    """Return the gradients of the leaves; raise Wrong where there is none."""
+    if not any(t.requires_grad for t in outputs):
+        raise Wrong("no output has a graph, expected one, because an input needs a gradient")
+    found = gradients(outputs, leaves, douts, allow_unused=True, **options)
+    for name, t in found.items():
+        if t is None:
+            raise Wrong(f"{name} is None, expected a gradient {tuple(leaves[name[1:]].shape)}")
+    return found
+
+
+def parts_of(subject: Subject, inputs: Parts, douts: Parts, needed=None) -> Parts:
+    """Return copies of what one forward and one backward give."""
+    leaves = leaves_of(subject, inputs, needed)
+    outputs = outputs_of(subject, leaves, douts)
+    parts = copies(dict(zip(douts, outputs)))
+    return parts | copies(gradients_of(outputs, leaves, douts))
+
+
+def expect_parts(subject: Subject, found: Parts, inputs: Parts, ref64: Parts, eagers: list[Parts]):
+    """Raise Wrong unless all parts are as near to float64 as the comparator asks."""
+    for name, right in eagers[0].items():
+        if (found[name].shape, found[name].dtype) != (right.shape, right.dtype):
+            raise Wrong(
+                f"found {described({name: found[name]})}, expected {described({name: right})}"
+            )
+    failed = [c for c in compare_parts(subject, found, inputs, ref64, eagers) if not c.passed]
+    for check in failed:
+        label = check.name.removeprefix(f"{subject} ")
+        part = label.partition(" ")[0]
+        raise Wrong(
+            f"{label}{where_they_differ(found[part], ref64[part])}; relative error "
+            f"{check.error:.1e}, allowed {check.allowed:.1e}; given {described(inputs)}"
+        )
+
+
+def match_float64(subject: Subject, inputs: Parts, douts: Parts) -> None:
+    """Raise Wrong unless a call gives float64's outputs and gradients.
+
+    These are computed before the call, and from copies: a function may change what it is given.
+    """
+    kept, kept_douts = copies(inputs), copies(douts)
+    right = references(subject, kept, kept_douts)
+    expect_parts(subject, parts_of(subject, inputs, douts), kept, *right)
+
+
+def expect_same(
+    found: Parts, expected: Parts, exact: bool, what: str = "", floor: float | None = None
+) -> None:
+    """Raise Wrong unless the numbers are the same: all bits, or within the comparator's floor."""
+    for name, t in found.items():
+        right = expected[name]
+        kinds = described({name: t}), described({name: right})
+        if kinds[0] != kinds[1]:
+            raise Wrong(f"{what}: {kinds[0]}, expected {kinds[1]}")
+        near = not exact and relative_error(t, right) <= (floor or FLOOR[t.dtype])
+        if not near and not same_bits({name: t}, {name: right}):
+            bits = "the same bits" if exact else "the same within rounding"
+            raise Wrong(f"{what}: {name}{where_they_differ(t, right)} ({bits})")
+
+
+def expect_error(error: type[Exception], sentence: str, call: Callable, given: str) -> None:
+    """Raise Wrong unless the call raises this error with this sentence, a regular expression."""
+    try:
+        call()
+    except Exception as raised:
+        if isinstance(raised, error) and re.search(sentence, str(raised)):
+            return
+        raise Wrong(f"{given}: {raised!r}, expected {error.__name__}: {sentence}") from raised
+    raise Wrong(f"{given}: raised nothing, expected {error.__name__}: {sentence}")
