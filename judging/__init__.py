@@ -12,5 +12,5 @@ subjects and what they import.
 
 import importlib
 
-for _name in ("numbers",):  # in the order in which a subject is asked
+for _name in ("numbers", "autograd", "refusals"):  # in the order in which a subject is asked
     importlib.import_module(f"{__name__}.{_name}")

@@ -97,7 +97,7 @@ def of_callable(subject: Subject, function: Callable) -> Subject:
     return replace(subject, function=function, entry=None, kernels=(), **known)
 
 
-def verdict(subject: Subject, asked: Contract) -> Verdict:
+def verdict_of(subject: Subject, asked: Contract) -> Verdict:
     """Ask a contract up to its first case that does not hold."""
     if asked.name in subject.exempt:
         return Verdict(asked.name, "not tried", words=subject.exempt[asked.name])
@@ -128,4 +128,4 @@ def verdicts(subject: Subject, names: Iterable[str] = ()) -> Iterator[Verdict]:
     names = set(names)
     for name, asked in CONTRACTS.items():
         if (name in names or not names) and (subject.recorded or not asked.of_record):
-            yield verdict(subject, asked)
+            yield verdict_of(subject, asked)
