@@ -89,6 +89,21 @@ def one_to_four_dimensions(subject, rows):
     match_float64(subject, *subject.make(rows, subject.size, torch.float32))
 
 
+MAGNITUDES = {
+    "a thousandth": lambda x: x / 1000,  # a norm's eps counts
+    "50 times": lambda x: x * 50,  # gates and softmax are steep
+    "1,000 more": lambda x: x + 1000,  # exp overflows, where no maximum was subtracted
+    "1,000 less": lambda x: x - 1000,
+}
+
+
+@contract("first input", lambda subject: MAGNITUDES)
+def small_large_and_shifted_values(subject, how):
+    inputs, douts = subject.make((5,), subject.size, torch.float32)
+    name, *_ = subject.differentiable
+    match_float64(subject, inputs | {name: MAGNITUDES[how](inputs[name])}, douts)
+
+
 @contract("rows", lambda subject: ((0,), (2, 0), (0, 3)))
 def no_rows_are_as_in_pytorch(subject, rows):
     inputs, douts = subject.make(rows, subject.size, torch.bfloat16)
