@@ -20,7 +20,7 @@ from judging.comparing import (
     outputs_of,
     parts_of,
 )
-from judging.contracts import Wrong, contract
+from judging.contract import Wrong, contract
 from subjects.subject import Parts, Subject, as_tuple, gradients, leaves_of
 
 Outputs = tuple[torch.Tensor, ...]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from harness.benchmark.checking import DTYPE_NAME, FLOOR, relative_error
-from judging.contracts import Wrong
+from judging.contract import Wrong
 from subjects.subject import (
     Parts,
     Subject,

@@ -15,7 +15,7 @@ from judging.comparing import (
     outputs_of,
     parts_of,
 )
-from judging.contracts import NotTried, contract
+from judging.contract import NotTried, contract
 from judging.layouts import FAR_GIB, Layout, far_apart, layouts_of
 from subjects.subject import Parts, Subject, leaves_of, run
 

@@ -6,7 +6,7 @@ import torch
 
 from harness.benchmark.checking import FLOOR, relative_error
 from judging.comparing import expect_error, in_words
-from judging.contracts import Wrong, contract
+from judging.contract import Wrong, contract
 from subjects.subject import as_tuple
 
 

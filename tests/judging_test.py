@@ -3,15 +3,8 @@
 import pytest
 import torch
 
-from judging.contracts import (
-    CONTRACTS,
-    Contract,
-    NotTried,
-    Verdict,
-    of_callable,
-    verdict_of,
-    verdicts,
-)
+from judging.contract import Contract, NotTried
+from judging.contracts import CONTRACTS, Verdict, of_callable, verdict_of, verdicts
 from subjects import SUBJECTS
 from subjects.rmsnorm import RMSNORM, reference
 
