@@ -7,5 +7,5 @@ subjects and what they import.
     optimizers.py   the contracts of an optimizer
     watching.py     every address of a kernel, as Triton's interpreter sees it
     pretended_gpu.py, compile_targets.py    the same kernels, compiled for a GPU that is not there
-    processes.py    what is not trusted runs in a process of its own, for a limited time
+    processes.py, judged_file.py    what is not trusted runs apart, for a limited time
 """
