@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from harness.benchmark.checking import DTYPE_NAME, FLOOR, relative_error
-from judging.contracts import Wrong
+from judging.contract import Wrong
 from subjects.subject import (
     Parts,
     Subject,
@@ -19,7 +19,7 @@ from subjects.subject import (
 )
 
 
-def described(tensors: Parts) -> str:
+def in_words(tensors: Parts) -> str:
     """Return the tensors in words, as in "x (2, 64) bf16"."""
     return ", ".join(
         f"{name} {tuple(t.shape)} {DTYPE_NAME.get(t.dtype, str(t.dtype)).lower()}"
@@ -37,10 +37,11 @@ def copies(tensors: Parts) -> Parts:
 def where_they_differ(found: torch.Tensor, expected: torch.Tensor) -> str:
     """Return in words the element that differs most; NaN differs most of all."""
     distance = (found.double() - expected.double()).abs()
-    index = ()
+    place = []
     if distance.ndim:
-        index = tuple(map(int, torch.unravel_index(distance.argmax(), distance.shape)))
-    return f"{list(index)} is {found[index].item():.7g}, expected {expected[index].item():.7g}"
+        place = [int(i) for i in torch.unravel_index(distance.argmax(), distance.shape)]
+    values = (t[tuple(place)].item() for t in (found, expected))
+    return "{} is {:.7g}, expected {:.7g}".format(place or "", *values)
 
 
 def outputs_of(subject: Subject, leaves: Parts, douts: Parts) -> tuple[torch.Tensor, ...]:
@@ -76,7 +77,7 @@ def expect_parts(subject: Subject, found: Parts, inputs: Parts, ref64: Parts, ea
     for name, right in eagers[0].items():
         if (found[name].shape, found[name].dtype) != (right.shape, right.dtype):
             raise Wrong(
-                f"found {described({name: found[name]})}, expected {described({name: right})}"
+                f"found {in_words({name: found[name]})}, expected {in_words({name: right})}"
             )
     failed = [c for c in compare_parts(subject, found, inputs, ref64, eagers) if not c.passed]
     for check in failed:
@@ -84,7 +85,7 @@ def expect_parts(subject: Subject, found: Parts, inputs: Parts, ref64: Parts, ea
         part = label.partition(" ")[0]
         raise Wrong(
             f"{label}{where_they_differ(found[part], ref64[part])}; relative error "
-            f"{check.error:.1e}, allowed {check.allowed:.1e}; given {described(inputs)}"
+            f"{check.error:.1e}, allowed {check.allowed:.1e}; given {in_words(inputs)}"
         )
 
 
@@ -104,7 +105,7 @@ def expect_same(
     """Raise Wrong unless the numbers are the same: all bits, or within the comparator's floor."""
     for name, t in found.items():
         right = expected[name]
-        kinds = described({name: t}), described({name: right})
+        kinds = in_words({name: t}), in_words({name: right})
         if kinds[0] != kinds[1]:
             raise Wrong(f"{what}: {kinds[0]}, expected {kinds[1]}")
         near = not exact and relative_error(t, right) <= (floor or FLOOR[t.dtype])

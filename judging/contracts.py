@@ -1,15 +1,8 @@
-"""The register of contracts.  A contract is a function that asks one thing of a subject:
+"""All contracts of a differentiable function, and the verdicts on one.
 
-    @contract("dtype", lambda subject: subject.dtypes)
-    def outputs_and_gradients_match_float64(subject, dtype):
-        match_float64(subject, *subject.make((5, 3), subject.size, dtype))
-
-It returns if the subject keeps it.  Else it raises Wrong, which says what was given and what was
-expected.  A subject's record gives a reason in `exempt` where a contract cannot apply.
-
-`verdicts` asks all of a subject: of one of this project, or of what somebody else's function has in
-common with it (`of_callable`).  The tests ask the same of each subject of this project, case by
-case (tests/contracts.py).
+`verdicts` asks a subject of this project, or somebody else's function what that has in common with
+a subject (`of_callable`).  The tests ask each subject of this project the same, case by case
+(tests/contracts.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,55 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.benchmark.checking import DTYPE_NAME
-from harness.cli.device import HAS_GPU
-from judging.circumstances import poisoned_memory
+from judging import autograd, numbers, refusals
+from judging.contract import Contract, NotTried, Wrong
 from subjects.subject import Subject
 
-
-class Wrong(AssertionError):
-    """A contract is broken.  The words say what was given, and what was expected."""
-
-
-class NotTried(Exception):
-    """A contract cannot be asked here.  The words say why."""
-
-
-@dataclass(frozen=True)
-class Contract:
-    """One question, and the cases in which a subject is asked."""
-
-    ask: Callable  # (subject), or (subject, case)
-    argument: str = ""  # the name of the case; "": there is one case only
-    cases: Callable[[Subject], Iterable] = lambda subject: [None]  # from the smallest on
-    # (subject, case) -> is it left to the runs of the tests that leave nothing out?
-    exhaustive: Callable[..., bool] = lambda subject, case: False
-    of_record: bool = False  # asks what only a record knows, so no other function is asked
-    shipped_tiles: bool = False  # asked at real sizes, so the tests must not shrink tiles
-    gib: float = 0  # of a GPU's memory
-
-    @property
-    def name(self) -> str:
-        return self.ask.__name__
-
-    def __call__(self, subject: Subject, case: object) -> None:
-        """Ask one case; raise Wrong, NotTried, or what the function raises."""
-        if HAS_GPU and torch.cuda.mem_get_info()[0] < self.gib * 2**30:
-            raise NotTried(f"needs {self.gib:.0f} GiB of free GPU memory")
-        with poisoned_memory():
-            self.ask(subject, *([case] if self.argument else []))
-
-
-CONTRACTS: dict[str, Contract] = {}  # in the order in which they are asked
-
-
-def contract(*arguments, **options) -> Callable[[Callable], Callable]:
-    """Register a function as a contract; see Contract for the arguments behind the first."""
-
-    def register(ask: Callable) -> Callable:
-        CONTRACTS[ask.__name__] = Contract(ask, *arguments, **options)
-        return ask
-
-    return register
+CONTRACTS: dict[str, Contract] = {  # in the order in which they are asked
+    each.name: each
+    for module in (numbers, autograd, refusals)
+    for each in vars(module).values()
+    if isinstance(each, Contract)
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +51,7 @@ def of_callable(subject: Subject, function: Callable) -> Subject:
     return replace(subject, function=function, entry=None, kernels=(), **known)
 
 
-def verdict(subject: Subject, asked: Contract) -> Verdict:
+def verdict_of(subject: Subject, asked: Contract) -> Verdict:
     """Ask a contract up to its first case that does not hold."""
     if asked.name in subject.exempt:
         return Verdict(asked.name, "not tried", words=subject.exempt[asked.name])
@@ -128,4 +82,4 @@ def verdicts(subject: Subject, names: Iterable[str] = ()) -> Iterator[Verdict]:
     names = set(names)
     for name, asked in CONTRACTS.items():
         if (name in names or not names) and (subject.recorded or not asked.of_record):
-            yield verdict(subject, asked)
+            yield verdict_of(subject, asked)

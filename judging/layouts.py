@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from harness.cli.device import DEVICE, HAS_GPU
-from judging.contracts import NotTried
+from judging.contract import NotTried
 
 FAR_GIB = 10  # of a GPU's memory, for one tensor far apart
 

@@ -220,13 +220,13 @@ def waiting_forbidden() -> Iterator[None]:
 @pytest.fixture
 def far_apart(gpu_memory):
     """judging's far_apart, where the test may have a GPU's memory."""
-    from judging import contracts, layouts  # of this test, as above
+    from judging import contract, layouts  # of this test, as above
 
     gpu_memory(layouts.FAR_GIB)
     with contextlib.ExitStack() as stack:
         try:
             place = stack.enter_context(layouts.far_apart())
-        except contracts.NotTried as why:
+        except contract.NotTried as why:
             pytest.skip(str(why))
         yield place
 
