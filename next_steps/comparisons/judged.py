@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
+from judging.contracts import of_callable
+from judging.optimizers import OPTIMIZERS, OptimizerSubject
 from next_steps.comparisons import benchmark_peers as peers
-from next_steps.lessons.adamw_optimizer import TritonAdamW
 from subjects import SUBJECTS, rope
 from subjects.rmsnorm import EPS
 from subjects.subject import Subject
@@ -29,7 +30,7 @@ LIGERS = {
     peers.CUTE: peers.CUTE_OPS,
     CUTILE: "liger_kernel.ops.cutile.ops",
 }
-REDUCTIONS = {"": "mean", "_rows": "none"}  # of a loss: what its subject's name ends with
+ENDINGS = {"": "mean", "_rows": "none"}  # of a loss: what its subject's name ends with
 MANY_SHAPES = torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20)
 Makers = Iterator[tuple[str, Callable[[], list[Implementation]]]]  # (subject, imports and makes)
 
@@ -48,7 +49,7 @@ def already(label: str, function: Callable) -> Callable:
     return lambda: [Implementation(label, function)]
 
 
-def flat(make: Callable) -> Callable:
+def as_rows(make: Callable) -> Callable:
     """Return the maker of losses of any rows, which the library gets as (N, V) and (N,)."""
 
     def of_any_rows(function: Callable) -> Callable:
@@ -72,25 +73,25 @@ def liger() -> Makers:
             yield "rmsnorm", partial(peers.liger_rmsnorm, name, ops, in_place)
         yield "swiglu", partial(peers.liger_swiglu, name, ops)
         yield "rope", partial(peers.cute_rope, name, ops)
-        for end, reduction in REDUCTIONS.items():
+        for end, reduction in ENDINGS.items():
             loss = partial(peers.cute_cross_entropy, name, ops, reduction)
-            yield f"cross_entropy{end}", flat(loss)
-    for end, reduction in REDUCTIONS.items():
+            yield f"cross_entropy{end}", as_rows(loss)
+    for end, reduction in ENDINGS.items():
         for name, language in ((peers.LIGER, "triton"), (peers.CUTE, "cutedsl")):
             loss = partial(peers.liger_linear_cross_entropy, name, language, reduction)
-            yield f"linear_cross_entropy{end}", flat(loss)
+            yield f"linear_cross_entropy{end}", as_rows(loss)
     yield "qk_norm_rope", peers.liger_qk_norm_rope
-    yield "reverse_kl", flat(peers.liger_reverse_kl)
+    yield "reverse_kl", as_rows(peers.liger_reverse_kl)
 
 
 def quack() -> Makers:
     yield "rmsnorm", peers.quack_rmsnorm
-    for end, reduction in REDUCTIONS.items():
+    for end, reduction in ENDINGS.items():
         loss = partial(made, module="quack", name="cross_entropy", reduction=reduction)
-        yield f"cross_entropy{end}", flat(loss("QuACK"))
-        yield f"cross_entropy{end}", flat(loss("QuACK, in place", inplace_backward=True))
+        yield f"cross_entropy{end}", as_rows(loss("QuACK"))
+        yield f"cross_entropy{end}", as_rows(loss("QuACK, in place", inplace_backward=True))
     fused = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-    yield "linear_cross_entropy", flat(made("QuACK", *fused, tuned=False))
+    yield "linear_cross_entropy", as_rows(made("QuACK", *fused, tuned=False))
 
 
 def unsloth() -> Makers:
@@ -107,8 +108,8 @@ def unsloth() -> Makers:
     yield "rmsnorm", kernels("unsloth.kernels.rms_layernorm", "fast_rms_layernorm", norm)
     yield "rope", kernels("unsloth.kernels.rope_embedding", "fast_rope_embedding")
     losses = "unsloth.kernels.cross_entropy_loss"
-    yield "cross_entropy", flat(kernels(losses, "fast_cross_entropy_loss", mean))
-    yield "cross_entropy_rows", flat(kernels(losses, "Fast_CrossEntropyLoss", rows))
+    yield "cross_entropy", as_rows(kernels(losses, "fast_cross_entropy_loss", mean))
+    yield "cross_entropy_rows", as_rows(kernels(losses, "Fast_CrossEntropyLoss", rows))
 
 
 def trl() -> Makers:
@@ -124,14 +125,13 @@ def trl() -> Makers:
 
         return call
 
-    for end, reduction in REDUCTIONS.items():
+    for end, reduction in ENDINGS.items():
         make = made("TRL", "trl.kernels", "ChunkedLogProbFunction", loss, reduction=reduction)
-        yield f"linear_cross_entropy{end}", flat(make)
+        yield f"linear_cross_entropy{end}", as_rows(make)
 
 
 def torchao() -> Makers:
     label, *coded = "torchao, AdamW8bit", "torchao.optim", "AdamW8bit"
-    yield "adamw", made("torchao, _AdamW", "torchao.optim", "_AdamW")
     yield "adamw8", made(label, *coded)
     yield "adamw8", made(f"{label}, stochastic rounding", *coded, bf16_stochastic_round=True)
 
@@ -158,7 +158,7 @@ def flashoptim() -> Makers:
     yield "adamw8", made("FlashOptim, FlashAdamW", *flash)
 
 
-def compiled() -> Makers:
+def torch_compile() -> Makers:
     for name, subject in SUBJECTS.items():
         function = torch.compile(subject.eager or subject.reference, fullgraph=True)
         # a contract has more shapes than the compiler thinks reasonable
@@ -170,9 +170,9 @@ def pytorch() -> Makers:
         return F.rms_norm(x, weight.shape, weight, EPS)
 
     yield "rmsnorm", already("F.rms_norm", norm)
-    for end, reduction in REDUCTIONS.items():
+    for end, reduction in ENDINGS.items():
         loss = partial(F.cross_entropy, reduction=reduction)
-        yield f"cross_entropy{end}", flat(already("F.cross_entropy", loss))
+        yield f"cross_entropy{end}", as_rows(already("F.cross_entropy", loss))
     for way in ("foreach", "fused"):
         adamw = partial(torch.optim.AdamW, **{way: True})
         yield "adamw", already(f"torch.optim.AdamW, {way}", adamw)
@@ -181,8 +181,8 @@ def pytorch() -> Makers:
 def ours() -> Makers:
     for name, subject in SUBJECTS.items():
         yield name, already("ours", subject.function)
-    yield "adamw", already("ours", TritonAdamW)
-    yield "adamw8", already("ours", partial(TritonAdamW, moments_dtype=torch.uint8))
+    for name, subject in OPTIMIZERS.items():
+        yield name, already("ours", subject.make)
 
 
 LIBRARIES: dict[str, tuple[str, str, Callable[[], Makers]]] = {  # its name for pip, the module
@@ -193,7 +193,7 @@ LIBRARIES: dict[str, tuple[str, str, Callable[[], Makers]]] = {  # its name for 
     "torchao": ("torchao", "torchao", torchao),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes", bitsandbytes),
     "flashoptim": ("flashoptim", "flashoptim", flashoptim),
-    "torch.compile": ("torch", "torch", compiled),
+    "torch.compile": ("torch", "torch", torch_compile),
     "pytorch": ("torch", "torch", pytorch),
     "ours": ("torch", "torch", ours),
 }
@@ -242,7 +242,7 @@ WRITTEN_OVER = (
     "two_calls_on_the_same_inputs",
     "two_losses_on_one_result",
 )
-LIMITS = {  # (what a label begins with, a subject's name): the file and what it says
+DOCUMENTED = {  # (what a label begins with, a subject's name): the file and what it says
     (peers.LIGER, "cross_entropy"): "ops/cross_entropy.py: 'store X_ptr gradient in X_ptr'",
     (
         peers.LIGER,
@@ -267,18 +267,23 @@ LIMITS = {  # (what a label begins with, a subject's name): the file and what it
 
 def limit(label: str, subject: str, contract: str) -> str:
     """Return what a library documents of this contract, and where; "" if it documents nothing."""
-    for (beginning, name), documented in LIMITS.items():
+    for (beginning, name), documented in DOCUMENTED.items():
         if label.startswith(beginning) and subject.startswith(name) and contract in WRITTEN_OVER:
             return documented
     return ""
 
 
-def asked_as(subject: Subject, label: str) -> Subject:
-    """Return the subject with what a library takes and returns.
+def asked_as(name: str, label: str, function: Callable) -> Subject | OptimizerSubject:
+    """Return the subject whose contracts are asked of what `find_judged` found.
 
-    Others' RoPE reads one table for all samples, and of a row the first half.  Liger-Kernel's and
-    PyTorch's cross-entropy return the logits' dtype.  The one in CuTe DSL asserts V % 8 == 0.
+    It has the inputs that the library takes.  Others' RoPE reads one table for all samples, and of
+    a row the first half.  Liger-Kernel's and PyTorch's cross-entropy return the logits' dtype.  The
+    one in CuTe DSL asserts V % 8 == 0.
     """
+    if name in OPTIMIZERS:
+        rounds = "stochastic rounding" in label
+        return replace(OPTIMIZERS[name], make=function, rounds_at_random=rounds)
+    subject = of_callable(SUBJECTS[name], function)
     others = label not in ("ours", "torch.compile")
     if others and subject.name.startswith("cross_entropy"):
         if label.startswith((peers.LIGER, "F.")):
