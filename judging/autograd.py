@@ -165,7 +165,7 @@ def frozen_inputs_leave_the_others_their_gradients(subject, needed):
 def outputs_that_nobody_uses_send_no_gradient(subject):
     for index, used in enumerate(drawn_for(subject)[1]):
         inputs, douts = drawn_for(subject)
-        alone = {name: dout if name == used else 0 * dout for name, dout in douts.items()}
+        alone = {name: dout * (name == used) for name, dout in douts.items()}
         expected = parts_of(subject, inputs, alone)
         leaves, outputs, *_ = called_once(subject)
         outputs[index].backward(douts[used])
