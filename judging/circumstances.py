@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -45,3 +45,33 @@ class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
     def __enter__(self):
         super().__enter__()
         return self.saved
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """An error wherever the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(
+    step: Callable[[], object], steps_before: int = 1
+) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of step(), and what step() returned while it was recorded.
+
+    The steps before, on a stream of their own, compile the kernels and make what a capture must
+    not.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(steps_before):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result

@@ -37,6 +37,7 @@ class Contract:
     exhaustive: Callable[..., bool] = lambda subject, case: False
     of_record: bool = False  # asks what only a record knows, so no other function is asked
     shipped_tiles: bool = False  # asked at real sizes, so the tests must not shrink tiles
+    gpu: bool = False  # a CPU cannot show it
     gib: float = 0  # of a GPU's memory
 
     @property
@@ -45,6 +46,8 @@ class Contract:
 
     def __call__(self, subject: Subject, case: object) -> None:
         """Ask one case; raise Wrong, NotTried, or what the function raises."""
+        if self.gpu and not HAS_GPU:
+            raise NotTried("needs a CUDA GPU")
         if HAS_GPU and torch.cuda.mem_get_info()[0] < self.gib * 2**30:
             raise NotTried(f"needs {self.gib:.0f} GiB of free GPU memory")
         with poisoned_memory():

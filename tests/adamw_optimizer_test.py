@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.optim import lr_scheduler
 
 from harness.cli.device import DEVICE
+from judging.circumstances import captured, waiting_forbidden
 from next_steps.lessons import adamw_optimizer
 from next_steps.lessons.adamw8 import dequantize_moments, quantize_moments
 from next_steps.lessons.adamw_optimizer import CODED_STATE, TritonAdamW
@@ -36,13 +37,7 @@ from tests.adamw_test import (
     randn,
     train,
 )
-from tests.fixtures import (
-    captured,
-    is_freed,
-    needs_gpu,
-    needs_two_gpus,
-    waiting_forbidden,
-)
+from tests.fixtures import is_freed, needs_gpu, needs_two_gpus
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 SHAPES = ((13, 9), (40,), (), (6, 5))

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -165,26 +165,6 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-def captured(
-    step: Callable[[], object], steps_before: int = 1
-) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of step(), and what step() returned while it was recorded.
-
-    The steps before, on a stream of their own, compile the kernels and make what a capture must
-    not.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(steps_before):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
-
-
 @pytest.fixture
 def compiled_kernels(monkeypatch) -> list[str]:
     """The kernels that Triton compiles from now on; clear it where those do not count."""
@@ -205,16 +185,6 @@ def pyplot(monkeypatch):
         patch.setattr(pyplot, "close", lambda figure: None)
         yield pyplot
     pyplot.close("all")
-
-
-@contextlib.contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """An error wherever the host waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def already(label: str, function: Callable) -> Callable:
     return lambda: [Implementation(label, function)]
 
 
-def as_rows(make: Callable) -> Callable:
+def of_flat_rows(make: Callable) -> Callable:
     """Return the maker of losses of any rows, which the library gets as (N, V) and (N,)."""
 
     def of_any_rows(function: Callable) -> Callable:
@@ -75,23 +75,23 @@ def liger() -> Makers:
         yield "rope", partial(peers.cute_rope, name, ops)
         for end, reduction in ENDINGS.items():
             loss = partial(peers.cute_cross_entropy, name, ops, reduction)
-            yield f"cross_entropy{end}", as_rows(loss)
+            yield f"cross_entropy{end}", of_flat_rows(loss)
     for end, reduction in ENDINGS.items():
         for name, language in ((peers.LIGER, "triton"), (peers.CUTE, "cutedsl")):
             loss = partial(peers.liger_linear_cross_entropy, name, language, reduction)
-            yield f"linear_cross_entropy{end}", as_rows(loss)
+            yield f"linear_cross_entropy{end}", of_flat_rows(loss)
     yield "qk_norm_rope", peers.liger_qk_norm_rope
-    yield "reverse_kl", as_rows(peers.liger_reverse_kl)
+    yield "reverse_kl", of_flat_rows(peers.liger_reverse_kl)
 
 
 def quack() -> Makers:
     yield "rmsnorm", peers.quack_rmsnorm
     for end, reduction in ENDINGS.items():
         loss = partial(made, module="quack", name="cross_entropy", reduction=reduction)
-        yield f"cross_entropy{end}", as_rows(loss("QuACK"))
-        yield f"cross_entropy{end}", as_rows(loss("QuACK, in place", inplace_backward=True))
+        yield f"cross_entropy{end}", of_flat_rows(loss("QuACK"))
+        yield f"cross_entropy{end}", of_flat_rows(loss("QuACK, in place", inplace_backward=True))
     fused = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-    yield "linear_cross_entropy", as_rows(made("QuACK", *fused, tuned=False))
+    yield "linear_cross_entropy", of_flat_rows(made("QuACK", *fused, tuned=False))
 
 
 def unsloth() -> Makers:
@@ -108,8 +108,8 @@ def unsloth() -> Makers:
     yield "rmsnorm", kernels("unsloth.kernels.rms_layernorm", "fast_rms_layernorm", norm)
     yield "rope", kernels("unsloth.kernels.rope_embedding", "fast_rope_embedding")
     losses = "unsloth.kernels.cross_entropy_loss"
-    yield "cross_entropy", as_rows(kernels(losses, "fast_cross_entropy_loss", mean))
-    yield "cross_entropy_rows", as_rows(kernels(losses, "Fast_CrossEntropyLoss", rows))
+    yield "cross_entropy", of_flat_rows(kernels(losses, "fast_cross_entropy_loss", mean))
+    yield "cross_entropy_rows", of_flat_rows(kernels(losses, "Fast_CrossEntropyLoss", rows))
 
 
 def trl() -> Makers:
@@ -127,7 +127,7 @@ def trl() -> Makers:
 
     for end, reduction in ENDINGS.items():
         make = made("TRL", "trl.kernels", "ChunkedLogProbFunction", loss, reduction=reduction)
-        yield f"linear_cross_entropy{end}", as_rows(make)
+        yield f"linear_cross_entropy{end}", of_flat_rows(make)
 
 
 def torchao() -> Makers:
@@ -172,7 +172,7 @@ def pytorch() -> Makers:
     yield "rmsnorm", already("F.rms_norm", norm)
     for end, reduction in ENDINGS.items():
         loss = partial(F.cross_entropy, reduction=reduction)
-        yield f"cross_entropy{end}", as_rows(already("F.cross_entropy", loss))
+        yield f"cross_entropy{end}", of_flat_rows(already("F.cross_entropy", loss))
     for way in ("foreach", "fused"):
         adamw = partial(torch.optim.AdamW, **{way: True})
         yield "adamw", already(f"torch.optim.AdamW, {way}", adamw)
