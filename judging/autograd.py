@@ -54,29 +54,28 @@ def backward(outputs: Outputs, douts: Parts, **options) -> None:
 
 
 def expect_grads(
-    subject: Subject,
-    leaves: Parts,
-    expected: Parts,
-    what: str,
-    factor: float = 1,
-    exact: bool | None = None,
+    what: str, subject: Subject, leaves: Parts, expected: Parts, factor=1, exact: bool | None = None
 ) -> None:
     """Raise Wrong unless each leaf has `factor` times the gradient of one backward.
 
     exact: to the bit; unless told, where a second backward goes the way of the first.
     """
     exact = subject.exact_again if exact is None else exact
-    for name, leaf in leaves.items():
-        if not leaf.requires_grad:
-            continue
-        if leaf.grad is None:
+    for name in (name for name, leaf in leaves.items() if leaf.requires_grad):
+        if leaves[name].grad is None:
             raise Wrong(f"{what}: {name} has no gradient")
-        right = {f"d{name}": factor * expected[f"d{name}"]}
-        expect_same({f"d{name}": leaf.grad}, right, exact, what)
+        part = f"d{name}"
+        expect_same(what, {part: leaves[name].grad}, {part: factor * expected[part]}, exact)
 
 
-def is_refused(subject: Subject, call: Callable[[], None]) -> bool:
-    """Return True if autograd notices what was done.  A record says where it must."""
+def is_noticed(what: str, subject: Subject, call: Callable[[], None], sentence: str) -> bool:
+    """Return True if autograd refuses the call.
+
+    sentence: what a record says that autograd says; "": a function of this project is not refused.
+    """
+    if sentence:
+        expect_error(what, call, RuntimeError, sentence)
+        return True
     try:
         call()
     except Exception as error:
@@ -94,14 +93,10 @@ def second_backward_through_a_retained_graph(subject):
     leaves, outputs, douts, expected = called_once(subject)
     for number, keep in enumerate((True, True, False), start=1):
         found = gradients_of(outputs, leaves, copies(douts), retain_graph=keep)
-        expect_same(found, expected, subject.exact_again, f"backward number {number}")
+        expect_same(f"backward number {number}", found, expected, subject.exact_again)
     if subject.recorded:
-        expect_error(
-            RuntimeError,
-            "second time",
-            lambda: gradients(outputs, leaves, douts),
-            "a backward after the graph was freed",
-        )
+        again = functools.partial(gradients, outputs, leaves, douts)
+        expect_error("a backward without a graph", again, RuntimeError, "second time")
 
 
 @contract()
@@ -110,7 +105,7 @@ def second_backward_adds_to_the_leaves_own_gradients(subject):
     backward(outputs, douts, retain_graph=True)
     # autograd adds to these very tensors
     backward(outputs, {name: 2 * dout for name, dout in douts.items()})
-    expect_grads(subject, leaves, expected, "with 1 and 2 times the gradient", 3, exact=False)
+    expect_grads("1 and 2 times the gradient", subject, leaves, expected, 3, exact=False)
 
 
 @contract()
@@ -118,7 +113,7 @@ def gradients_accumulate_instead_of_overwriting(subject):
     leaves, outputs, douts, expected = called_once(subject)
     backward(outputs, douts)
     backward(outputs_of(subject, leaves, douts), douts)
-    expect_grads(subject, leaves, expected, "after two forwards and backwards", 2)
+    expect_grads("after two forwards and backwards", subject, leaves, expected, 2)
 
 
 @contract()
@@ -127,13 +122,12 @@ def two_losses_on_one_result(subject):
     pairs = list(zip(outputs, douts.values()))
     sum((out * dout).sum() for out, dout in pairs).backward(retain_graph=True)
     sum((out * -3.0 * dout).sum() for out, dout in pairs).backward()
-    expect_grads(subject, leaves, expected, "of a loss and of -3 times it", -2, exact=False)
+    expect_grads("of a loss and of -3 times it", subject, leaves, expected, -2, exact=False)
 
 
 @contract()
 def two_calls_on_the_same_inputs(subject):
     """The second call gets the targets, masks and other constants of other rows."""
-
     inputs, douts = drawn_for(subject)
 
     def of_other_rows(tensors):
@@ -147,7 +141,7 @@ def two_calls_on_the_same_inputs(subject):
     second = parts_of(subject, dict(zip(inputs, of_other_rows(inputs.values()))), douts)
     expected = {name: t + 3 * second[name] for name, t in parts_of_one_call(subject).items()}
     found = parts_of(replace(subject, function=twice), *drawn_for(subject))
-    expect_same(found, expected, False, "of two calls, the second 3 times")
+    expect_same("of two calls, the second 3 times", found, expected, False)
 
 
 # ---- Which gradients are computed ----------------------------------------------------------------
@@ -164,21 +158,21 @@ def one_needed_or_one_frozen(subject: Subject) -> Iterable[tuple[str, ...]]:
 def frozen_inputs_leave_the_others_their_gradients(subject, needed):
     leaves, outputs, douts, expected = called_once(subject, needed)
     backward(outputs, douts)
-    expect_grads(subject, leaves, expected, "beside frozen inputs", exact=subject.recorded)
+    expect_grads("beside frozen inputs", subject, leaves, expected, exact=subject.recorded)
 
 
 @contract()
 def outputs_that_nobody_uses_send_no_gradient(subject):
     for index, used in enumerate(drawn_for(subject)[1]):
         inputs, douts = drawn_for(subject)
-        alone = {name: dout if name == used else 0 * dout for name, dout in douts.items()}
+        alone = {name: dout * (name == used) for name, dout in douts.items()}
         expected = parts_of(subject, inputs, alone)
         leaves, outputs, *_ = called_once(subject)
         outputs[index].backward(douts[used])
         for name in subject.differentiable:
             if leaves[name].grad is None:
                 leaves[name].grad = torch.zeros_like(leaves[name])
-        expect_grads(subject, leaves, expected, f"where {used} alone is used", exact=False)
+        expect_grads(f"where {used} alone is used", subject, leaves, expected, exact=False)
 
 
 @contract()
@@ -192,7 +186,7 @@ def no_grad_and_inference_mode_give_the_same_numbers_and_keep_nothing(subject):
         what = f"under {mode.__name__}" if needing else "where no input needs a gradient"
         if saved or any(t.grad_fn is not None for t in outputs):
             raise Wrong(f"{what}: there is a graph, or {len(saved)} tensors are kept for one")
-        expect_same(dict(zip(douts, outputs)), expected, subject.recorded, what)
+        expect_same(what, dict(zip(douts, outputs)), expected, subject.recorded)
 
 
 @contract("upstream gradients need one:", lambda subject: (True, False))
@@ -201,29 +195,19 @@ def second_derivative_is_refused_not_silently_zero(subject, upstream_needs_grad)
 
     def penalty(function):
         def of_gradients(*tensors):
-            leaves = dict(zip(inputs, tensors))
             outputs = as_tuple(function(*tensors))
-            upstream = {
-                name: dout.to(out.dtype).requires_grad_(upstream_needs_grad)
-                for (name, dout), out in zip(douts.items(), outputs)
-            }
-            first = gradients(outputs, leaves, upstream, create_graph=True)
-            return sum(t.square().sum() for t in (*outputs, *first.values()))
+            ones = [torch.ones_like(out, requires_grad=upstream_needs_grad) for out in outputs]
+            leaves = [t for t in tensors if t.requires_grad]
+            first = torch.autograd.grad(outputs, leaves, ones, create_graph=True)
+            return sum(t.square().sum() for t in (*outputs, *first))
 
         return of_gradients
 
-    inputs, douts = drawn_for(subject)
-    penalized = subject.called_as(penalty)
+    penalized, (inputs, _) = subject.called_as(penalty), drawn_for(subject)
     one = {"penalty": torch.ones((), dtype=torch.float32, device=DEVICE)}
-    if subject.recorded:
-        expect_error(
-            RuntimeError,
-            "no second derivative",
-            lambda: parts_of(penalized, inputs, one),
-            "the gradients' own gradient",
-        )
-    else:
-        is_refused(subject, lambda: match_float64(penalized, inputs, one))
+    sentence = "no second derivative" if subject.recorded else ""
+    twice = functools.partial(match_float64, penalized, inputs, one)
+    is_noticed("the gradients' own gradients", subject, twice, sentence)
 
 
 # ---- What is changed, and when autograd notices --------------------------------------------------
@@ -236,7 +220,7 @@ def inputs_and_upstream_gradients_are_never_changed(subject):
         given = inputs | {f"d{name}": dout for name, dout in douts.items()}
         before = copies(given)
         parts_of(subject, inputs, douts)
-        expect_same(given, before, True, "after forward and backward")
+        expect_same("after forward and backward", given, before, True)
 
 
 @contract("of", lambda subject: list(drawn_for(subject)[1]))
@@ -245,18 +229,13 @@ def output_changed_in_place_is_allowed_or_noticed(subject, name):
     expected = parts_of(subject, inputs, douts | {name: 2 * douts[name]})
     leaves, outputs, *_ = called_once(subject)
 
-    def change():
-        outputs[list(douts).index(name)].mul_(2.0)
-
     def change_and_go_back():
-        change()
+        outputs[list(douts).index(name)].mul_(2.0)
         backward(outputs, douts)
 
-    what = f"{name} was doubled in place"
-    if name in subject.fixed_outputs:
-        expect_error(RuntimeError, subject.fixed_outputs[name], change, what)
-    elif not is_refused(subject, change_and_go_back):
-        expect_grads(subject, leaves, expected, what)
+    what, sentence = f"{name} was doubled in place", subject.fixed_outputs.get(name, "")
+    if not is_noticed(what, subject, change_and_go_back, sentence):
+        expect_grads(what, subject, leaves, expected)
 
 
 @contract("of", lambda subject: list(drawn_for(subject)[0]))
@@ -265,16 +244,11 @@ def input_changed_before_the_backward_is_noticed_or_does_not_count(subject, name
     with torch.no_grad():
         leaves[name].copy_(leaves[name].flip(0))
     what = f"{name} changed between forward and backward"
-
-    def go_back():
-        backward(outputs, douts)
-
-    if name in subject.saved:
-        # autograd says the latter of an input whose view is an output
-        noticed = "modified by an inplace operation|its base .* has been modified inplace"
-        expect_error(RuntimeError, noticed, go_back, what)
-    elif not is_refused(subject, go_back):
-        expect_grads(subject, leaves, expected, what)
+    # autograd says the latter of an input whose view is an output
+    noticed = "modified by an inplace operation|its base .* has been modified inplace"
+    sentence = noticed if name in subject.saved else ""
+    if not is_noticed(what, subject, functools.partial(backward, outputs, douts), sentence):
+        expect_grads(what, subject, leaves, expected)
 
 
 @contract(of_record=True)
@@ -314,8 +288,8 @@ def recomputed_or_offloaded(subject, way):
     expected, leaves = parts_of_one_call(subject), leaves_of(subject, inputs)
     outputs = as_tuple(RECOMPUTING[way](subject.function, *leaves.values()))
     backward(outputs, douts)  # the reentrant checkpoint refuses torch.autograd.grad
-    expect_same(dict(zip(douts, outputs)), expected, subject.recorded, way)
-    expect_grads(subject, leaves, expected, way)
+    expect_same(way, dict(zip(douts, outputs)), expected, subject.recorded)
+    expect_grads(way, subject, leaves, expected)
 
 
 class Named(torch.Tensor):
@@ -333,7 +307,7 @@ def parameters_and_subclasses_with_memory_of_their_own_are_taken(subject, kind):
             leaves[name] = inputs[name].detach().as_subclass(Named).requires_grad_()
     outputs = outputs_of(subject, leaves, douts)
     found = dict(zip(douts, outputs)) | gradients_of(outputs, leaves, douts)
-    expect_same(found, parts_of_one_call(subject), subject.recorded, f"of a {kind}")
+    expect_same(f"of a {kind}", found, parts_of_one_call(subject), subject.recorded)
 
 
 @contract("of", lambda subject: ("inputs", "gradients"))
@@ -345,7 +319,7 @@ def tensors_that_are_held_negated(subject, of):
         for name, t in (inputs if of == "inputs" else douts).items()
     }
     found = parts_of(subject, *((held, douts) if of == "inputs" else (inputs, held)))
-    expect_same(found, parts_of_one_call(subject), subject.recorded, f"{of} held negated")
+    expect_same(f"{of} held negated", found, parts_of_one_call(subject), subject.recorded)
 
 
 @contract(of_record=True)  # PyTorch's own products round there
@@ -353,4 +327,4 @@ def backward_under_autocast_has_the_forwards_dtypes(subject):
     leaves, outputs, douts, expected = called_once(subject)
     with torch.autocast(DEVICE, torch.bfloat16):
         backward(outputs, douts)
-    expect_grads(subject, leaves, expected, "under autocast to bf16")
+    expect_grads("under autocast to bf16", subject, leaves, expected)

@@ -19,14 +19,15 @@ from subjects.subject import (
 )
 
 
+def kind_in_words(t: object) -> str:
+    if not isinstance(t, torch.Tensor):
+        return repr(t)
+    return f"{tuple(t.shape)} {DTYPE_NAME.get(t.dtype, str(t.dtype)).lower()}"
+
+
 def in_words(tensors: Parts) -> str:
     """Return the tensors in words, as in "x (2, 64) bf16"."""
-    return ", ".join(
-        f"{name} {tuple(t.shape)} {DTYPE_NAME.get(t.dtype, str(t.dtype)).lower()}"
-        if isinstance(t, torch.Tensor)
-        else f"{name} {t!r}"
-        for name, t in tensors.items()
-    )
+    return ", ".join(f"{name} {kind_in_words(t)}" for name, t in tensors.items())
 
 
 def copies(tensors: Parts) -> Parts:
@@ -72,49 +73,45 @@ def parts_of(subject: Subject, inputs: Parts, douts: Parts, needed=None) -> Part
     return parts | copies(gradients_of(outputs, leaves, douts))
 
 
-def expect_parts(subject: Subject, found: Parts, inputs: Parts, ref64: Parts, eagers: list[Parts]):
-    """Raise Wrong unless all parts are as near to float64 as the comparator asks."""
-    for name, right in eagers[0].items():
-        if (found[name].shape, found[name].dtype) != (right.shape, right.dtype):
-            raise Wrong(
-                f"found {in_words({name: found[name]})}, expected {in_words({name: right})}"
-            )
-    failed = [c for c in compare_parts(subject, found, inputs, ref64, eagers) if not c.passed]
-    for check in failed:
-        label = check.name.removeprefix(f"{subject} ")
-        part = label.partition(" ")[0]
-        raise Wrong(
-            f"{label}{where_they_differ(found[part], ref64[part])}; relative error "
-            f"{check.error:.1e}, allowed {check.allowed:.1e}; given {in_words(inputs)}"
-        )
+def expect_kind(label: str, found: torch.Tensor, right: torch.Tensor) -> None:
+    """Raise Wrong unless shape and dtype are right."""
+    if (found.shape, found.dtype) != (right.shape, right.dtype):
+        raise Wrong(f"{label} {kind_in_words(found)}, expected {kind_in_words(right)}")
 
 
 def match_float64(subject: Subject, inputs: Parts, douts: Parts) -> None:
-    """Raise Wrong unless a call gives float64's outputs and gradients.
+    """Raise Wrong unless a call gives float64's outputs and gradients, as the comparator asks.
 
     These are computed before the call, and from copies: a function may change what it is given.
     """
-    kept, kept_douts = copies(inputs), copies(douts)
-    right = references(subject, kept, kept_douts)
-    expect_parts(subject, parts_of(subject, inputs, douts), kept, *right)
+    kept = copies(inputs)
+    ref64, eagers = references(subject, kept, copies(douts))
+    found = parts_of(subject, inputs, douts)
+    for name, right in eagers[0].items():
+        expect_kind(name, found[name], right)
+    for check in compare_parts(subject, found, kept, ref64, eagers):
+        label = check.name.removeprefix(f"{subject} ")
+        part = label.partition(" ")[0]
+        if not check.passed:
+            where = where_they_differ(found[part], ref64[part])
+            error = f"relative error {check.error:.1e}, allowed {check.allowed:.1e}"
+            raise Wrong(f"{label}{where}; {error}; given {in_words(kept)}")
 
 
 def expect_same(
-    found: Parts, expected: Parts, exact: bool, what: str = "", floor: float | None = None
+    what: str, found: Parts, expected: Parts, exact: bool, floor: float | None = None
 ) -> None:
     """Raise Wrong unless the numbers are the same: all bits, or within the comparator's floor."""
     for name, t in found.items():
         right = expected[name]
-        kinds = in_words({name: t}), in_words({name: right})
-        if kinds[0] != kinds[1]:
-            raise Wrong(f"{what}: {kinds[0]}, expected {kinds[1]}")
+        expect_kind(f"{what}: {name}", t, right)
         near = not exact and relative_error(t, right) <= (floor or FLOOR[t.dtype])
         if not near and not same_bits({name: t}, {name: right}):
             bits = "the same bits" if exact else "the same within rounding"
             raise Wrong(f"{what}: {name}{where_they_differ(t, right)} ({bits})")
 
 
-def expect_error(error: type[Exception], sentence: str, call: Callable, given: str) -> None:
+def expect_error(given: str, call: Callable, error: type[Exception], sentence: str) -> None:
     """Raise Wrong unless the call raises this error with this sentence, a regular expression."""
     try:
         call()

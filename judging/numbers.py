@@ -37,7 +37,7 @@ def the_default_dtype_changes_nothing(subject):
         inputs, douts = subject.make((5,), subject.size, subject.dtypes[0])
         with default_dtype(dtype):
             found = parts_of(subject, inputs, douts)
-        expect_same(found, expected, subject.recorded, f"with {dtype} as the default")
+        expect_same(f"with {dtype} as the default", found, expected, subject.recorded)
 
 
 @contract(
@@ -109,7 +109,7 @@ def no_rows_are_as_in_pytorch(subject, rows):
     inputs, douts = subject.make(rows, subject.size, torch.bfloat16)
     kept = copies(inputs), copies(douts)
     expected = run(subject, subject.eager or subject.reference, *kept)
-    expect_same(parts_of(subject, inputs, douts), expected, True, "of no rows")
+    expect_same("of no rows", parts_of(subject, inputs, douts), expected, True)
 
 
 # ---- Where the tensors lie -----------------------------------------------------------------------
@@ -152,20 +152,20 @@ def sum_backward_sends_a_gradient_of_stride_zero(subject):
     leaves = leaves_of(subject, inputs)
     total = sum(out.sum() for out in outputs_of(subject, leaves, douts))
     found = gradients_of((total,), leaves, {"total": torch.ones_like(total)})
-    expect_same(found, expected, False, "by sum().backward()")
+    expect_same("by sum().backward()", found, expected, False)
 
 
 @contract("of", lambda subject: subject.differentiable)
 def gradient_reaches_the_tensor_behind_a_view(subject, name):
     inputs, douts = subject.make(ROWS, subject.size, torch.float32)
-    expected = parts_of(subject, copies(inputs), copies(douts))[f"d{name}"]
+    expected = parts_of(subject, copies(inputs), copies(douts))
     leaves = leaves_of(subject, inputs)
     order = list(reversed(range(inputs[name].ndim)))
     behind = inputs[name].detach().permute(order).contiguous().requires_grad_()
     leaves[name] = behind.permute(order)
     outputs = outputs_of(subject, leaves, douts)
-    grad = gradients_of(outputs, {name: behind}, douts)[f"d{name}"]
-    expect_same({f"d{name}": grad.permute(order)}, {f"d{name}": expected}, False)
+    ((part, grad),) = gradients_of(outputs, {name: behind}, douts).items()
+    expect_same("behind a view", {part: grad.permute(order)}, expected, False)
 
 
 @contract("of", lambda subject: subject.far, gib=FAR_GIB)
@@ -182,7 +182,7 @@ def rows_beyond_int32(subject, case):
         found = parts_of(subject, inputs, douts)
     # cuBLAS may choose another order of sums for such strides
     exact = subject.recorded and (subject.made_by_kernels_alone or not HAS_GPU)
-    expect_same(found, expected, exact, floor=FLOOR[torch.bfloat16])
+    expect_same("beyond int32", found, expected, exact, FLOOR[torch.bfloat16])
 
 
 # ---- The same numbers every time -----------------------------------------------------------------
@@ -193,4 +193,4 @@ def every_run_gives_the_same_bits(subject, dtype):
     rows = (17, 300) if HAS_GPU else (5,)
     first, *others = (parts_of(subject, *subject.make(rows, subject.size, dtype)) for _ in range(3))
     for other in others:
-        expect_same(other, first, True, "a later run")
+        expect_same("a later run", other, first, True)

@@ -42,4 +42,4 @@ def forward_and_backward_can_be_captured_in_a_cuda_graph(subject):
     expected = parts_of(subject, *of_real_size(subject, seed=1))
     # cuBLAS may choose another order of sums where it captures
     exact = subject.recorded and subject.made_by_kernels_alone
-    expect_same(found, expected, exact, "a graph's replay with other inputs", FLOOR[torch.bfloat16])
+    expect_same("a replay with other inputs", found, expected, exact, FLOOR[torch.bfloat16])

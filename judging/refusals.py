@@ -26,7 +26,7 @@ def bad_input_is_refused_with_a_sentence(subject, mistake):
     given = dict(zip(names, bad.inputs))
     if subject.recorded:
         function = subject.entry or subject.function
-        expect_error(bad.error, bad.sentence, lambda: function(*bad.inputs), in_words(given))
+        expect_error(in_words(given), lambda: function(*bad.inputs), bad.error, bad.sentence)
         return
     try:
         expected = as_tuple((subject.eager or subject.reference)(*bad.inputs))

@@ -18,8 +18,8 @@ BF16 = torch.bfloat16
 globals().update(contracts_of(on_gpu))
 
 
-def make(subject, seed=0):
-    return subject.make(subject.gpu_rows, subject.gpu_size, BF16, seed)
+def make(subject):
+    return subject.make(subject.gpu_rows, subject.gpu_size, BF16)
 
 
 @contract()
