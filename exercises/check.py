@@ -25,7 +25,8 @@ from harness.cli.tables import TERMINAL
 
 HERE = Path(__file__).parents[1]  # the project's folder
 LEARNER = "exercises.grading.learner"
-ON_A_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+COMPILER = "judging.pretended_gpu:compiler_of"
+INTERPRETING = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SECONDS = 60  # of a launch; in the interpreter one of a kernel of blocks takes less than one
 
 
@@ -51,25 +52,25 @@ def judge(name: str, file: Path) -> int:
 
     The file runs in processes of its own.  The verdict is made in this one.
     """
-    from exercises.grading.grading import EXERCISES, compiled_cases, grade
+    from exercises.grading.grading import EXERCISES, grade, refused_by_triton
     from harness.cli.device import HAS_GPU
+    from judging.pretended_gpu import COMPILING
     from judging.processes import Apart
 
-    def apart(function: str, *more, **environment: str) -> Apart:
-        return Apart(f"{LEARNER}:{function}", str(file.resolve()), *more, environment=environment)
-
-    exercise = EXERCISES[name]
+    exercise, path = EXERCISES[name], str(file.resolve())
     with (
         ThreadPoolExecutor() as pool,
-        apart("launching", TRITON_INTERPRET="1", **ON_A_CPU) as interpreter,
-        apart("compiling", TRITON_INTERPRET="0", **ON_A_CPU) as compiler,
+        Apart(f"{LEARNER}:launching", path, environment=INTERPRETING) as interpreter,
+        Apart(COMPILER, path, "launch", environment=COMPILING) as compiler,
     ):
-        compiled = pool.submit(compiler.call, *compiled_cases(exercise), seconds=SECONDS)
-        verdict = grade(exercise, partial(interpreter.call, seconds=SECONDS), compiled.result)
+        run, compiled = (partial(each.call, seconds=SECONDS) for each in (interpreter, compiler))
+        refused = pool.submit(refused_by_triton, exercise, compiled)
+        verdict = grade(exercise, run, refused.result)
     rows = []
     if verdict.right and HAS_GPU:
-        with apart("launching") as gpu, apart("timing", name) as clock:
+        with Apart(f"{LEARNER}:launching", path) as gpu:
             verdict = grade(exercise, partial(gpu.call, seconds=SECONDS))
+        with Apart(f"{LEARNER}:timing", path, name) as clock:
             rows = clock.call(seconds=SECONDS) if verdict.right else []
     right, lines = report(name, verdict, rows)
     print("\n".join(map(broken, lines)), flush=True)

@@ -468,7 +468,7 @@ NOT_COMPILED: dict[str, list[tuple[str, str, str]]] = {
         ("        total", "        if row > n_rows:\n            break\n        total", "Break"),
     ],
     "online_softmax": [("d = 0.0", "d = 0", "Loop-carried variable d")],
-    "rmsnorm_dx": [("tl.load(rstd_ptr + row)", "rstd_ptr + row", "tl.load reads what lies there")],
+    "rmsnorm_dx": [("tl.load(rstd_ptr + row)", "rstd_ptr + row", "tl.load reads what lies")],
 }
 # fmt: on
 

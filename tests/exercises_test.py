@@ -22,7 +22,10 @@ from exercises.grading.grading import EXERCISES, Verdict, grade
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import FLOOR, relative_error
 from harness.cli.device import HAS_GPU
-from judging.processes import Apart, Stopped
+from judging import pretended_gpu
+from judging.judged_file import Stopped
+from judging.pretended_gpu import COMPILING
+from judging.processes import Apart
 from tests.conftest import assert_refused
 from tests.exercise_solutions import MISTAKES, NOT_COMPILED, RIGHT, SOLUTIONS, solved
 from tests.fixtures import needs_gpu
@@ -51,12 +54,14 @@ def file_with(tmp_path):
 @pytest.fixture(scope="module")
 def compiler():
     """A process that compiles: compiler(name, file) -> the sentences."""
-    with Apart("tests.exercises_test:compiling", environment={"TRITON_INTERPRET": "0"}) as apart:
+    with Apart("tests.exercises_test:compiling", environment=COMPILING) as apart:
         yield functools.partial(apart.call, seconds=60)
 
 
 def compiling():
-    return lambda name, file: learner.compiling(file)(*grading.compiled_cases(EXERCISES[name]))
+    return lambda name, file: grading.refused_by_triton(
+        EXERCISES[name], pretended_gpu.compiler_of(file, "launch")
+    )
 
 
 def table(mistakes):
@@ -111,7 +116,7 @@ def test_what_the_interpreter_takes_and_triton_refuses_is_shown(
 ):
     file = file_with(name, (old, new))
     (sentence,) = compiler(name, file)
-    assert words in sentence and f"of {name}.py, `" in sentence
+    assert words in sentence and f"of {name}.py does not compile" in sentence
     if "pointer" not in sentence:  # which the interpreter refuses as well
         verdict = grade(EXERCISES[name], learner.launching(file), lambda: [sentence])
         assert verdict == Verdict("compiled for a GPU", [sentence])
@@ -159,7 +164,7 @@ def test_times_stand_beside_the_opponents(name, file_with):
     """With small tensors: on a CPU the times mean nothing, but the lesson takes the same inputs."""
     case = EXERCISES[name].cases[1]
     small = dataclasses.replace(EXERCISES[name], timed=(case.rows, case.size))
-    rows = speed.times(small, learner.load(file_with(name), "launch"))
+    rows = speed.times(small, learner.load_function(file_with(name), "launch"))
     lines = speed.times_table(small, rows).splitlines()
     assert lines[0].split("  ")[0] == f"{small.in_words(case.rows, case.size)}, bf16"
     assert [line.split("  ")[0] for line in lines[2:]] == ["yours", small.opponent]

@@ -24,6 +24,7 @@ from exercises.grading.losses import (
 from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
 from harness.benchmark.checking import compare
 from judging.judged_file import Stopped
+from judging.pretended_gpu import description_of
 
 EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
     "add": ADD,
@@ -53,6 +54,7 @@ NOT_FP32 = (
     "So small an error comes from a number that is rounded to fp16 or bf16 on the way, or added up "
     "in one of these, or else from a term that is small beside the others."
 )
+ADDRESS = "; an argument such as x_ptr is an address: tl.load reads what lies there"
 Run = Callable[[Inputs, str], dict]  # as learner.launching serves it
 
 
@@ -108,9 +110,17 @@ def arguments(exercise: Exercise, case: Case) -> tuple[Inputs, Inputs]:
     return inputs, values | exercise.blocks
 
 
-def compiled_cases(exercise: Exercise) -> list[Inputs]:
-    """Return the arguments of `launch` in the first case, of fp32, and in the last one, of bf16."""
-    return [arguments(exercise, case)[1] for case in (exercise.cases[0], exercise.cases[-1])]
+def refused_by_triton(exercise: Exercise, compiled: Callable[[dict], list[str]]) -> list[str]:
+    """Return what does not compile in the first case, of fp32, or in the last one, of bf16.
+
+    compiled: pretended_gpu.compiler_of.
+    """
+    for case in (exercise.cases[0], exercise.cases[-1]):
+        _, values = arguments(exercise, case)
+        found = compiled({name: description_of(value) for name, value in values.items()})
+        if found:
+            return [sentence + ADDRESS * ("pointer<" in sentence) for sentence in found]
+    return []
 
 
 def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[str]:

@@ -9,22 +9,18 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.errors import TritonError
-from triton.runtime import driver
 
 from exercises.grading.exercise import Inputs
 from exercises.grading.grading import EXERCISES
 from exercises.grading.speed import times
 from harness.cli.device import DEVICE, synchronize
 from harness.steps.launches import intercepted
-from judging.judged_file import load, place_of, reason_of
-from judging.pretended_gpu import pretend_gpu, stub_driver
+from judging.judged_file import load_function
 from judging.watching import Watch, watched
 
 # What `launch` may ask of PyTorch beside views: memory, and to fill or copy it.
 MEMORY = {"empty", "zeros", "ones", "full", "clone", "copy", "fill", "zero", "to_copy"}
 MOST = 3  # addresses in the report
-ADDRESS = " An argument such as x_ptr is an address: tl.load reads what lies there."
 
 
 class Computations(TorchDispatchMode):
@@ -47,7 +43,7 @@ class Computations(TorchDispatchMode):
 
 def launching(file: str) -> Callable[[Inputs, str], dict]:
     """Serve launches: (values by name, order of the programs) -> what was seen."""
-    launch = load(file, "launch")
+    launch = load_function(file, "launch")
 
     def launched(values: Inputs, order: str) -> dict:
         """Return {"findings": sentences, "tensors": those of the values after the launch}."""
@@ -95,40 +91,7 @@ def no_kernel(file: str, watch: Watch, computed: list[str]) -> list[str]:
     return sentences
 
 
-def compiling(file: str) -> Callable[..., list[str]]:
-    """Serve the compiler: (values by name, of several cases) -> sentences about what it refuses.
-
-    Nothing runs.  The process has TRITON_INTERPRET=0.
-    """
-    launch = load(file, "launch")
-
-    def compiled(*cases: Inputs) -> list[str]:
-        driver.set_active(stub_driver("sm_90"))
-        with pretend_gpu():
-            for values in cases:
-                empty = {
-                    name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="cuda")
-                    if isinstance(v, torch.Tensor)
-                    else v
-                    for name, v in values.items()
-                }
-                try:
-                    launch(**empty)
-                except TritonError as error:
-                    path, line = place_of(error)
-                    text = Path(path).read_text().splitlines()[line - 1].strip()
-                    why = reason_of(error)
-                    place = f"line {line} of {Path(path).name}, `{text}`"
-                    advice = ADDRESS * ("pointer<" in why)
-                    return [f"Triton does not compile {place}, for a GPU: {why}{advice}"]
-                except Exception:  # of PyTorch, whose tensors hold no numbers here
-                    return []
-        return []
-
-    return compiled
-
-
 def timing(file: str, name: str) -> Callable[[], list]:
     """Serve the times of an exercise: speed.times."""
-    launch = load(file, "launch")
+    launch = load_function(file, "launch")
     return lambda: times(EXERCISES[name], launch)
