@@ -5,12 +5,12 @@ from judging.watching import Watch, watched
 from subjects.subject import Parts, Subject, run, same_bits
 
 
-def sizes(subject: Subject) -> list:
+def watched_sizes(subject: Subject) -> list:
     """Return the subject's own size, and the last ragged one: it has several tiles."""
     return [subject.size, *subject.ragged_sizes[-1:]]
 
 
-def with_gaps(tensors: Parts) -> Parts:
+def gaps_behind_rows(tensors: Parts) -> Parts:
     """Return the tensors with five elements behind each row, so that a row's end is seen."""
     placed = {}
     for name, t in tensors.items():
@@ -27,7 +27,7 @@ def run_watched(subject: Subject, size, order: str = "forward") -> tuple[Parts, 
     Raises:
         NotTried: the kernels are compiled.
     """
-    inputs, douts = map(with_gaps, subject.make((5,), size, subject.dtypes[0]))
+    inputs, douts = map(gaps_behind_rows, subject.make((5,), size, subject.dtypes[0]))
     named = inputs | {f"d{name}": t for name, t in douts.items()}
     with watched({name: t.detach() for name, t in named.items()}, order) as watch:
         parts = run(subject, subject.function, inputs, douts)
@@ -36,20 +36,20 @@ def run_watched(subject: Subject, size, order: str = "forward") -> tuple[Parts, 
     return parts, watch
 
 
-def refuse(findings: list[str]) -> None:
+def raise_wrong(findings: list[str]) -> None:
     if findings:
         raise Wrong(" ".join(findings))
 
 
-@contract("size", sizes)
+@contract("size", watched_sizes)
 def every_address_is_inside_a_tensor(subject, size):
-    refuse(run_watched(subject, size)[1].of("outside"))
+    raise_wrong(run_watched(subject, size)[1].of("outside"))
 
 
-@contract("size", sizes)
+@contract("size", watched_sizes)
 def programs_run_in_any_order(subject, size):
     expected, watch = run_watched(subject, size)
-    refuse(watch.of("programs"))
+    raise_wrong(watch.of("programs"))
     for order in ("reverse", "shuffled"):
         found, _watch = run_watched(subject, size, order)
         for part in expected:
@@ -57,6 +57,6 @@ def programs_run_in_any_order(subject, size):
                 raise Wrong(f"{part} has other bits if the programs run in the order {order!r}.")
 
 
-@contract("size", sizes)
+@contract("size", watched_sizes)
 def threads_wait_for_each_other(subject, size):
-    refuse(run_watched(subject, size)[1].of("threads"))
+    raise_wrong(run_watched(subject, size)[1].of("threads"))

@@ -43,8 +43,8 @@ ORDERS = {
     "shuffled": lambda n_programs: np.random.default_rng(0).permutation(n_programs),
 }
 VERBS = {"load": "reads", "store": "writes", "atomic": "updates"}
-BITS = {"load": 1, "store": 2, "atomic": 4}
-HARMLESS = BITS["load"], BITS["atomic"]  # of one element: only loads, or only atomics
+ACT_BITS = {"load": 1, "store": 2, "atomic": 4}
+HARMLESS = ACT_BITS["load"], ACT_BITS["atomic"]  # of one element: only loads, or only atomics
 NAN_BITS = {tl.bfloat16: 0x7FC0, tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}  # integers in NumPy
 NO_KERNELS = os.path.dirname(triton.__file__), __file__  # no line of a kernel is in these
 
@@ -109,7 +109,8 @@ class Argument:
             return f"{-offset} before the first element"
         if offset >= n:
             return f"{offset - n + 1} behind the last element"
-        index = (torch.arange(n).as_strided(t.shape, t.stride()) == offset).nonzero().tolist()
+        offsets = torch.arange(n, dtype=torch.int64).as_strided(t.shape, t.stride())
+        index = (offsets == offset).nonzero().tolist()
         return f"element {tuple(index[0])}" if index else "a gap between the elements"
 
 
@@ -131,9 +132,9 @@ class WatchedLaunch:
 
     def __init__(self, watch: Watch, values: dict, tensors: dict[str, torch.Tensor]):
         self.watch, self.tensors = watch, tensors
-        given = tensors | {name.removesuffix("_ptr"): value for name, value in values.items()}
-        named = [(t.data_ptr(), name) for name, t in given.items() if hasattr(t, "data_ptr")]
-        self.names = dict(reversed(named))  # of several names the first
+        given = [(t, name.removesuffix("_ptr")) for name, t in values.items()]
+        given += [(t, name) for name, t in tensors.items()]  # these names win
+        self.names = {t.data_ptr(): name for t, name in given if hasattr(t, "data_ptr")}
         self.memories: dict[int, Memory] = {}  # by the storage's address
         self.arguments: dict[int, Argument] = {}  # by the tensor's address
         self.program, self.epoch, self.block_shapes = 0, 0, {}
@@ -141,11 +142,8 @@ class WatchedLaunch:
     def add_argument(self, t: torch.Tensor) -> Argument:
         storage = t.untyped_storage()
         memory = self.memories.setdefault(storage.data_ptr(), Memory(storage))
-        named = [
-            part
-            for part in self.tensors.values()
-            if part.untyped_storage().data_ptr() == storage.data_ptr()
-        ]
+        all_named = [(part.untyped_storage().data_ptr(), part) for part in self.tensors.values()]
+        named = [part for start, part in all_named if start == storage.data_ptr()]
         for part in named or [t]:
             memory.allow(part)
         argument = Argument(self.names.get(t.data_ptr(), "a tensor"), t, memory)
@@ -186,7 +184,7 @@ class WatchedLaunch:
             accesses = [access for access in memory.accesses if len(access.bytes)]
             if all(access.act == "load" for access in accesses):
                 continue
-            of_access = np.array([(BITS[a.act], a.program, a.epoch) for a in accesses])
+            of_access = np.array([(ACT_BITS[a.act], a.program, a.epoch) for a in accesses])
             of_lane = np.repeat(np.arange(len(accesses)), [len(a.bytes) for a in accesses])
             acts, programs, epochs = of_access[of_lane].T
             touched = np.concatenate([access.bytes for access in accesses])
