@@ -25,30 +25,28 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 import triton
 from numpy.lib.stride_tricks import as_strided
 from triton.runtime import interpreter
-from triton.runtime.interpreter import (
-    InterpretedFunction,
-    InterpreterBuilder,
-    ReduceScanOpInterface,
-    TensorHandle,
-)
-from triton.runtime.jit import JITFunction, TensorWrapper
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
 
 from harness.steps.launches import replaced
 from kernel_support import INTERPRETED, tl
 
+ORDERS = {
+    "forward": np.arange,
+    "reverse": lambda n_programs: np.arange(n_programs)[::-1],
+    "shuffled": lambda n_programs: np.random.default_rng(0).permutation(n_programs),
+}
 VERBS = {"load": "reads", "store": "writes", "atomic": "updates"}
-BITS = {"load": 1, "store": 2, "atomic": 4}
-HARMLESS = [BITS["load"], BITS["atomic"]]  # of one element: only loads, or only atomics
+ACT_BITS = {"load": 1, "store": 2, "atomic": 4}
+HARMLESS = ACT_BITS["load"], ACT_BITS["atomic"]  # of one element: only loads, or only atomics
 NAN_BITS = {tl.bfloat16: 0x7FC0, tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}  # integers in NumPy
-NO_KERNELS = (str(Path(triton.__file__).parent), __file__)  # no line of a kernel is in these
+NO_KERNELS = os.path.dirname(triton.__file__), __file__  # no line of a kernel is in these
 
 
 @dataclass(frozen=True)
@@ -65,61 +63,33 @@ class Watch:
 
     sees_addresses: bool  # False: the kernels are compiled, so only the launches are seen
     kernels: list[Launched] = field(default_factory=list)
-    # (kind, where): the first case in words, and the number of cases
-    found: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    # (kind, where): [the first case in words, the number of cases]
+    found: dict[tuple[str, str], list] = field(default_factory=dict)
 
     @property
     def findings(self) -> list[str]:
-        return [
-            sentence for kind in ("outside", "programs", "threads") for sentence in self.of(kind)
-        ]
+        return self.of("outside") + self.of("programs") + self.of("threads")
 
     def of(self, kind: str) -> list[str]:
         """Return the sentences of one kind of fault."""
-        unit = "lanes" if kind == "outside" else "elements"
         found = [case for (its_kind, _where), case in self.found.items() if its_kind == kind]
-        return [words + (f"; {n} {unit} in all." if n > 1 else ".") for words, n in found]
+        return [words + (f"; {n} times in all." if n > 1 else ".") for words, n in found]
 
     def add(self, kind: str, where: str, words: str, n: int) -> None:
-        first, before = self.found.get((kind, where), (words, 0))
-        self.found[kind, where] = first, before + n
-
-
-@dataclass(frozen=True)
-class Access:
-    """What one load, store or atomic of one program touched."""
-
-    act: str  # of VERBS
-    line: str  # of the kernel
-    argument: "Argument"
-    program: int
-    epoch: int  # of the launch: every program, and every barrier, begins a new one
-    threads: np.ndarray  # the same number for the same lane of a block of the same shape
-    places: np.ndarray
+        self.found.setdefault((kind, where), [words, 0])[1] += n
 
 
 class Memory:
-    """The memory of tensors that share a storage, cut into places as small as the smallest element.
+    """The bytes of a storage, and one more at each end: which are the first of an element?"""
 
-    is_element has one more place before the first tensor, and one behind the last.
-    """
-
-    def __init__(self, tensors: list[torch.Tensor], touchable: list[torch.Tensor]):
-        self.place_bytes = min(t.element_size() for t in tensors)
-        self.start = min(t.data_ptr() for t in tensors) - self.place_bytes
-        end = max(t.data_ptr() + extent(t) * t.element_size() for t in tensors)
-        self.is_element = np.zeros((end - self.start) // self.place_bytes + 1, dtype=bool)
+    def __init__(self, storage: torch.UntypedStorage):
+        self.start = storage.data_ptr() - 1
+        self.is_element = np.zeros(storage.nbytes() + 2, dtype=bool)
         self.accesses: list[Access] = []
-        for t in touchable:
-            if t.numel() > 0:
-                strides = [n * t.element_size() // self.place_bytes for n in t.stride()]
-                first = (t.data_ptr() - self.start) // self.place_bytes
-                as_strided(self.is_element[first:], t.shape, strides)[...] = True
 
-    def places_of(self, addresses: np.ndarray) -> np.ndarray:
-        """Return the place of each address; of one that is outside, the nearest."""
-        places = (addresses.astype(np.int64) - self.start) // self.place_bytes
-        return places.clip(0, len(self.is_element) - 1)
+    def allow(self, t: torch.Tensor) -> None:
+        strides = [stride * t.element_size() for stride in t.stride()]
+        as_strided(self.is_element[t.data_ptr() - self.start :], t.shape, strides)[...] = True
 
 
 @dataclass(frozen=True)
@@ -130,171 +100,142 @@ class Argument:
     tensor: torch.Tensor
     memory: Memory
 
-    def offset_of(self, address: int) -> int:
-        return (address - self.tensor.data_ptr()) // self.tensor.element_size()
-
-    def in_words(self, address: int) -> str:
-        """Return what lies at an address."""
-        offset, n = self.offset_of(address), extent(self.tensor)
+    def at(self, address: int) -> str:
+        """Return in words what lies at an address."""
+        t = self.tensor
+        offset = (address - t.data_ptr()) // t.element_size()
+        n = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) + 1
         if offset < 0:
             return f"{-offset} before the first element"
         if offset >= n:
             return f"{offset - n + 1} behind the last element"
-        index, rest = [0] * self.tensor.ndim, offset
-        for dim in sorted(range(self.tensor.ndim), key=self.tensor.stride, reverse=True):
-            if stride := self.tensor.stride(dim):
-                index[dim], rest = divmod(rest, stride)
-        if rest or any(i >= size for i, size in zip(index, self.tensor.shape)):
-            return f"{offset} behind the first element, in a gap of strides {self.tensor.stride()}"
-        return f"element {tuple(index)}"
+        offsets = torch.arange(n, dtype=torch.int64).as_strided(t.shape, t.stride())
+        index = (offsets == offset).nonzero().tolist()
+        return f"element {tuple(index[0])}" if index else "a gap between the elements"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one load, store or atomic of one program touched."""
+
+    act: str  # of VERBS
+    argument: Argument
+    line: str  # of the kernel
+    program: int
+    epoch: int  # of the launch: every program, and every barrier, begins a new one
+    threads: np.ndarray  # the same number for the same lane of a block of the same shape
+    bytes: np.ndarray  # the first of each element, counted as in Memory
 
 
 class WatchedLaunch:
     """One launch of a kernel by the interpreter."""
 
-    def __init__(self, watch: Watch, values: dict, named: dict[str, torch.Tensor]):
-        self.watch, self.grid, self.order = watch, (), ()
+    def __init__(self, watch: Watch, values: dict, tensors: dict[str, torch.Tensor]):
+        self.watch, self.tensors = watch, tensors
+        given = [(t, name.removesuffix("_ptr")) for name, t in values.items()]
+        given += [(t, name) for name, t in tensors.items()]  # these names win
+        self.names = {t.data_ptr(): name for t, name in given if hasattr(t, "data_ptr")}
+        self.memories: dict[int, Memory] = {}  # by the storage's address
+        self.arguments: dict[int, Argument] = {}  # by the tensor's address
         self.program, self.epoch, self.block_shapes = 0, 0, {}
-        given = dict(pair for name, value in values.items() for pair in tensors_in(name, value))
-        names = {t.data_ptr(): name for name, t in named.items()}
-        self.memories: dict[int, Memory] = {}  # by the storage
-        self.arguments: dict[int, Argument] = {}  # by the address
-        for name, t in given.items():
-            storage = storage_of(t)
-            if storage not in self.memories:
-                same = [other for other in given.values() if storage_of(other) == storage]
-                told = [other for other in named.values() if storage_of(other) == storage]
-                self.memories[storage] = Memory(same + told, told or same)
-            name = names.get(t.data_ptr(), name.removesuffix("_ptr"))
-            argument = Argument(name, t, self.memories[storage])
-            self.arguments.setdefault(t.data_ptr(), argument)
 
-    def set_grid(self, grid: tuple[int, ...], order: str) -> None:
-        n_programs = math.prod(grid)
-        orders = {
-            "forward": np.arange(n_programs),
-            "reverse": np.arange(n_programs)[::-1],
-            "shuffled": np.random.default_rng(0).permutation(n_programs),
-        }
-        self.grid, self.order = grid, orders[order]
-
-    def begin_program(self, turn: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the index of the program that runs when the interpreter would run this one."""
-        self.program = int(self.order[np.ravel_multi_index(turn, self.grid)])
-        self.epoch += 1
-        return self.index_of(self.program)
-
-    def index_of(self, program: int) -> tuple[int, ...]:
-        return tuple(map(int, np.unravel_index(program, self.grid)))
+    def add_argument(self, t: torch.Tensor) -> Argument:
+        storage = t.untyped_storage()
+        memory = self.memories.setdefault(storage.data_ptr(), Memory(storage))
+        all_named = [(part.untyped_storage().data_ptr(), part) for part in self.tensors.values()]
+        named = [part for start, part in all_named if start == storage.data_ptr()]
+        for part in named or [t]:
+            memory.allow(part)
+        argument = Argument(self.names.get(t.data_ptr(), "a tensor"), t, memory)
+        return self.arguments.setdefault(t.data_ptr(), argument)
 
     def argument_of(self, pointers: TensorHandle) -> Argument:
-        """Return the tensor whose pointer these were computed from, or else one that they hit."""
-        known = getattr(pointers.dtype, "argument", None)
-        first, arguments = int(pointers.data.flat[0]), list(self.arguments.values())
-        hit = (a for a in arguments if 0 <= a.offset_of(first) < extent(a.tensor))
-        return known or next(hit, arguments[0])
+        """Return the tensor whose pointer these were computed from, or the one before them."""
+        if hasattr(pointers.dtype, "argument"):
+            return pointers.dtype.argument
+        before = [start for start in self.arguments if start <= pointers.data.flat[0]]
+        return self.arguments[max(before, default=min(self.arguments))]
 
-    def reach(self, act: str, pointers: TensorHandle, mask: TensorHandle | None) -> np.ndarray:
-        """Note an access, and return which lanes may make it."""
+    def reach(self, act: str, pointers: TensorHandle, mask: TensorHandle | None) -> TensorHandle:
+        """Note an access, and return the mask of the lanes that may make it."""
         argument, line = self.argument_of(pointers), line_of_kernel()
         memory, shape = argument.memory, pointers.data.shape
-        places = memory.places_of(pointers.data)
-        active = np.ones(shape, dtype=bool) if mask is None else np.asarray(mask.data)
-        inside = memory.is_element[places] & active
-        lanes = np.flatnonzero(inside)
-        if len(lanes) < (n_active := np.count_nonzero(active)):
-            lane = np.flatnonzero(active & ~inside)[0]
-            at = argument.in_words(int(pointers.data.flat[lane]))
-            what = act + (" without a mask" if mask is None else "")
-            who = f"lane {lane} of program {self.index_of(self.program)}"
-            words = f"A {what} reaches outside of {argument.name} ({line}): {who} {VERBS[act]} {at}"
-            self.watch.add("outside", f"{line} {argument.name}", words, n_active - len(lanes))
+        active = np.ones(shape, dtype=bool) if mask is None else mask.data.astype(bool)
+        offsets = pointers.data.astype(np.int64) - memory.start
+        offsets = offsets.clip(0, len(memory.is_element) - 1)  # there is no element at both ends
+        inside = memory.is_element[offsets] & active
+        outside, lanes = np.flatnonzero(active & ~inside), np.flatnonzero(inside)
+        if len(outside):
+            what = f"A {act} {'without a mask ' if mask is None else ''}reaches outside of"
+            who = f"lane {outside[0]} of program {self.index_of(self.program)} {VERBS[act]}"
+            at = argument.at(int(pointers.data.flat[outside[0]]))
+            words = f"{what} {argument.name} ({line}): {who} {at}"
+            self.watch.add("outside", f"{line} {argument.name}", words, len(outside))
         first_thread = self.block_shapes.setdefault(
             shape if inside.size > 1 else (), len(self.block_shapes) << 20
         )
         who = self.program, self.epoch, first_thread + lanes
-        memory.accesses.append(Access(act, line, argument, *who, places.ravel()[lanes]))
-        return inside
+        memory.accesses.append(Access(act, argument, line, *who, offsets.ravel()[lanes]))
+        return TensorHandle(inside, tl.int1)
 
     def compare(self) -> None:
         """Find the elements that several programs or threads touched and one of them wrote."""
         for memory in self.memories.values():
-            accesses = [access for access in memory.accesses if len(access.places)]
+            accesses = [access for access in memory.accesses if len(access.bytes)]
             if all(access.act == "load" for access in accesses):
                 continue
-            which = np.repeat(np.arange(len(accesses)), [len(a.places) for a in accesses])
-            rows = np.array([(BITS[a.act], a.program, a.epoch) for a in accesses])
-            acts, programs, epochs = rows[which].T
-            places = np.concatenate([access.places for access in accesses])
+            of_access = np.array([(ACT_BITS[a.act], a.program, a.epoch) for a in accesses])
+            of_lane = np.repeat(np.arange(len(accesses)), [len(a.bytes) for a in accesses])
+            acts, programs, epochs = of_access[of_lane].T
+            touched = np.concatenate([access.bytes for access in accesses])
             threads = np.concatenate([access.threads for access in accesses])
-            between_programs = conflicts(places, programs, acts)
-            between_threads = conflicts(epochs * len(memory.is_element) + places, threads, acts)
-            for kind, found in (("programs", between_programs), ("threads", between_threads)):
-                if found is not None:
-                    n, *pair = found
-                    address = memory.start + int(places[pair[0]]) * memory.place_bytes
-                    self.add_conflict(kind, [accesses[which[i]] for i in pair], address, n)
+            in_epoch = epochs * len(memory.is_element) + touched
+            for kind, groups, who in (
+                ("programs", touched, programs),
+                ("threads", in_epoch, threads),
+            ):
+                n, pair = conflicts(groups, who, acts)
+                if n > 0:
+                    address = memory.start + int(touched[pair[0]])
+                    self.add_conflict(kind, *(accesses[of_lane[i]] for i in pair), address, n)
 
-    def add_conflict(self, kind: str, pair: list[Access], address: int, n: int) -> None:
-        before, after = pair
+    def add_conflict(self, kind: str, before: Access, after: Access, address: int, n: int) -> None:
         if kind == "programs":
             other = f"program {self.index_of(before.program)}"
             why = "programs run in any order"
         else:
             other = "another of its threads"
             why = "a barrier is missing between, and a reduction such as tl.sum is one"
-        element = f"{after.argument.in_words(address)} of {after.argument.name} ({after.line})"
-        words = (
-            f"Program {self.index_of(after.program)} {VERBS[after.act]} {element}, "
-            f"which {other} {VERBS[before.act]} ({before.line}): {why}"
-        )
-        self.watch.add(kind, f"{before.line} {after.line}", words, n)
+        does = f"Program {self.index_of(after.program)} {VERBS[after.act]}"
+        what = f"{after.argument.at(address)} of {after.argument.name} ({after.line})"
+        which = f"which {other} {VERBS[before.act]} ({before.line})"
+        self.watch.add(kind, f"{before.line} {after.line}", f"{does} {what}, {which}: {why}", n)
+
+    def index_of(self, program: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(program, self.grid)))
 
 
-def conflicts(groups: np.ndarray, who: np.ndarray, acts: np.ndarray) -> tuple | None:
+def conflicts(groups: np.ndarray, who: np.ndarray, acts: np.ndarray) -> tuple[int, tuple]:
     """Return in how many groups several have touched and one has written, and two of the first.
 
     The arguments have a number for each touch: its group, who it was, and the bit of its act.
     """
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    ordered = who[order]
-    several = np.minimum.reduceat(ordered, starts) < np.maximum.reduceat(ordered, starts)
+    several = np.minimum.reduceat(who[order], starts) < np.maximum.reduceat(who[order], starts)
     together = np.bitwise_or.reduceat(acts[order], starts)
-    wrong = np.flatnonzero(several & ~np.isin(together, HARMLESS))
-    if not len(wrong):
-        return None
-    group = order[starts[wrong[0]] :]
-    group = group[groups[group] == groups[group[0]]]
-    pairs = itertools.combinations(group, 2)
-    differ = (pair for pair in pairs if who[pair[0]] != who[pair[1]])
-    return len(wrong), *next(
-        pair for pair in differ if np.bitwise_or(*acts[list(pair)]) not in HARMLESS
-    )
-
-
-def extent(t: torch.Tensor) -> int:
-    """Return how many elements lie from the first to the last, with the gaps between them."""
-    return sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) + 1 if t.numel() else 0
-
-
-def storage_of(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr()
-
-
-def tensors_in(name: str, value) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a kernel's argument, by their names."""
-    if isinstance(value, tuple):
-        for i, each in enumerate(value):
-            yield from tensors_in(f"{name}[{i}]", each)
-    elif isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, TensorDescriptor | TensorWrapper):
-        yield name, value.base
+    wrong = starts[several & ~np.isin(together, HARMLESS)]
+    if len(wrong) == 0:
+        return 0, ()
+    first = order[groups[order] == groups[order[wrong[0]]]]
+    for pair in itertools.combinations(first, 2):
+        (one, other), (act, other_act) = who[list(pair)], acts[list(pair)]
+        if one != other and act | other_act not in HARMLESS:
+            return len(wrong), pair
 
 
 def line_of_kernel() -> str:
-    """Return the line of the kernel, or of a function that it calls, that the interpreter is in."""
+    """Return the line of a kernel, or of a function that it calls, that is interpreted now."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(NO_KERNELS):
         frame = frame.f_back
@@ -313,14 +254,17 @@ class WatchedBuilder(InterpreterBuilder):
     """The interpreter's builder, which asks a launch at each access."""
 
     launch: WatchedLaunch
-    order: str
+    order: str  # of ORDERS
 
     def set_grid_dim(self, *grid):
         super().set_grid_dim(*grid)
-        self.launch.set_grid(grid, self.order)
+        self.launch.grid, self.turns = grid, ORDERS[self.order](math.prod(grid))
 
     def set_grid_idx(self, *turn):
-        super().set_grid_idx(*self.launch.begin_program(turn))
+        """Begin the program that runs when the interpreter would begin this one."""
+        self.launch.program = int(self.turns[np.ravel_multi_index(turn, self.grid_dim)])
+        self.launch.epoch += 1
+        super().set_grid_idx(*self.launch.index_of(self.launch.program))
 
     def create_load(self, pointers, *rest):
         return self.create_masked_load(pointers, None, None)
@@ -328,24 +272,28 @@ class WatchedBuilder(InterpreterBuilder):
     def create_masked_load(self, pointers, mask, other, *rest, **named):
         inside = self.launch.reach("load", pointers, mask)
         value = unknown_like(pointers)
-        if other is not None:
-            value = np.where(mask.data & ~inside, value, other.data)
-        handles = TensorHandle(inside, tl.int1), TensorHandle(value, pointers.get_element_ty())
-        return super().create_masked_load(pointers, *handles, None, None, False)
+        # Triton's interpreter drops an `other` that is 0, where a single number is loaded
+        dropped = other is None and mask is not None and value.size == 1
+        if other is not None or dropped:  # for a masked lane, not for one that is outside
+            outside = mask.data.astype(bool) & ~inside.data
+            value = np.where(outside, value, 0 if dropped else other.data).astype(value.dtype)
+        value = TensorHandle(value, pointers.get_element_ty())
+        return super().create_masked_load(pointers, inside, value, None, None, False)
 
     def create_store(self, pointers, value, *rest):
         self.create_masked_store(pointers, value, None)
 
     def create_masked_store(self, pointers, value, mask, *rest):
-        inside = TensorHandle(self.launch.reach("store", pointers, mask), tl.int1)
+        inside = self.launch.reach("store", pointers, mask)
         super().create_masked_store(pointers, value, inside, None, None)
 
     def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
-        inside = TensorHandle(self.launch.reach("atomic", pointers, mask), tl.int1)
+        inside = self.launch.reach("atomic", pointers, mask)
         return super().create_atomic_rmw(operation, pointers, value, inside, *rest)
 
     def create_atomic_cas(self, pointers, expected, *rest):
-        if not self.launch.reach("atomic", pointers, None).all():
+        inside = self.launch.reach("atomic", pointers, None)
+        if not inside.data.all():
             return expected
         return super().create_atomic_cas(pointers, expected, *rest)
 
@@ -360,26 +308,26 @@ class WatchedBuilder(InterpreterBuilder):
 @contextlib.contextmanager
 def interpreter_of(launch: WatchedLaunch, order: str) -> Iterator[None]:
     """Have the interpreter ask a launch, and run its programs in this order."""
-    convert, apply = interpreter._implicit_cvt, ReduceScanOpInterface.apply
-    builder = interpreter.interpreter_builder
+    builder, reductions = interpreter.interpreter_builder, interpreter.ReduceScanOpInterface
+    convert, reduce = interpreter._implicit_cvt, reductions.apply
 
     def with_argument(value):
         converted = convert(value)
         if hasattr(value, "data_ptr"):
             # the interpreter hands on a pointer's type to all that is computed from it
             dtype = converted.handle.dtype = copy.copy(converted.handle.dtype)
-            dtype.argument = launch.arguments[value.data_ptr()]
+            dtype.argument = launch.add_argument(getattr(value, "base", value))
         return converted
 
     def with_barrier(reduction, blocks):
         launch.epoch += 1
-        return apply(reduction, blocks)
+        return reduce(reduction, blocks)
 
     builder.launch, builder.order, builder.__class__ = launch, order, WatchedBuilder
     try:
         with (
             replaced(interpreter, _implicit_cvt=with_argument),
-            replaced(ReduceScanOpInterface, apply=with_barrier),
+            replaced(reductions, apply=with_barrier),
         ):
             yield
     finally:
@@ -396,7 +344,7 @@ def watched(tensors: dict[str, torch.Tensor], order: str = "forward") -> Iterato
         order: of a launch's programs: "forward", "reverse" or "shuffled".
     """
     watch = Watch(sees_addresses=INTERPRETED and not torch.cuda.is_available())
-    kernel_class = InterpretedFunction if INTERPRETED else JITFunction
+    kernel_class = interpreter.InterpretedFunction if INTERPRETED else JITFunction
     run = kernel_class.run
 
     def watched_run(kernel, *arguments, **options):
