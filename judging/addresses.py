@@ -1,6 +1,6 @@
 """The contracts of a kernel's addresses, as Triton's interpreter sees them (watching.py)."""
 
-from judging.contracts import NotTried, Wrong, contract
+from judging.contract import NotTried, Wrong, contract
 from judging.watching import Watch, watched
 from subjects.subject import Parts, Subject, run, same_bits
 
