@@ -235,7 +235,8 @@ SOLUTIONS: dict[str, tuple[str, ...]] = {
         for first in range(0, n_cols, BLOCK_SIZE):
             mask = first + lanes < n_cols
             chunk = tl.load(row_ptr + first + lanes, mask=mask).to(tl.float32)
-            tl.store(y_row_ptr + first + lanes, tl.exp(chunk - m_row) * factor, mask=mask)
+            y = tl.exp(chunk - m_row) * factor
+            tl.store(y_row_ptr + first + lanes, y, mask=mask, cache_modifier=".cs")
 """,
     ),
 }
@@ -269,7 +270,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("(rows[:, None] < n_rows) & (cols[None, :] < n_cols)", "cols[None, :] < n_cols + 0 * "
          "rows[:, None]", "does the mask ask both"),
         ("program_id(1)", "program_id(0)", "There are several tiles here"),
-        ("rows[:, None] * x_row_stride", "rows[:, None] * n_cols", "in a gap of"),
+        ("rows[:, None] * x_row_stride", "rows[:, None] * n_cols", "a gap between the elements"),
         ("x * scale[:, None] +", "x +", "scale is missing"),
         ("x * scale[:, None] + bias[None, :]", "(x + bias[None, :]) * scale[:, None]",
          "bias is added before scale multiplies"),
@@ -289,7 +290,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("rstd * weight, mask=mask)", "rstd * weight)", "reaches outside of y"),
         ("weight_ptr + cols, mask=mask, other=0.0", "weight_ptr + cols", "outside of weight"),
         ("row * x_row_stride", "row * n_cols", "begin at r * the stride of that tensor"),
-        ("row * y_row_stride", "row * x_row_stride", "in a gap of"),
+        ("row * y_row_stride", "row * x_row_stride", "a gap between the elements"),
         ("+ eps)", ")", "eps is missing"),
         ("+ eps)", "+ 1e-6)", "eps is 1e-6, whatever"),
         ("tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)",
@@ -313,7 +314,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("rstd * (wdy - x_hat * c1)", "wdy - x_hat * c1", "the last factor rstd is missing"),
         ("tl.sum(wdy *", "tl.sum(dy *", "c1 lacks the weight"),
         ("rstd_ptr + row)", "rstd_ptr)", "every row takes rstd of row 0"),
-        ("dx_ptr + row * dx_row_stride", "dx_ptr + row * x_row_stride", "in a gap of"),
+        ("dx_ptr + row * dx_row_stride", "dx_ptr + row * x_row_stride", "a gap between the elements"),
         ("dx, mask=mask)", "dx)", "outside of dx"),
     ],
     "rmsnorm_dw": [
@@ -410,7 +411,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("token * cos_token_stride", "0", "every token takes row 0 of cos."),
         ("+ head * dx_head_stride", "", "dx is not written"),
         ("HALF + cols", "BLOCK_HALF + cols", "HALF is no power of two"),
-        ("token * dx_token_stride", "token * dy_token_stride", "in a gap of"),
+        ("token * dx_token_stride", "token * dy_token_stride", "a gap between the elements"),
         ("head * dy_head_stride + token * dy_token_stride", "token * dy_head_stride + head * "
          "dy_token_stride", "the strides of head and token are exchanged"),
     ],
@@ -443,15 +444,15 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("cols, h, mask", "cols, x, mask", "h is x alone where it is stored"),
         ("/ n_cols", "/ BLOCK_SIZE", "the mean divides by BLOCK_SIZE"),
         ("h * rstd * weight", "h * rstd", "y without the weight"),
-        ("row * residual_row_stride", "row * x_row_stride", "in a gap of"),
+        ("row * residual_row_stride", "row * x_row_stride", "a gap between the elements"),
         ("h, mask=mask)", "h)", "outside of h"),
     ],
     "softmax_fast": [
-        ("* factor", "", "y is not divided by d"),
+        (" * factor", "", "y is not divided by d"),
         ("chunk - m_row) * f", "chunk) * f", "m is not subtracted where y is computed"),
         ("1.0 / tl.sum", "tl.sum", "d is 1 / the sum"),
         ("(d * tl.exp(m - m_row))", "(d)", "Compare each line"),
-        ("* factor, mask=mask)", "* factor)", "outside of y"),
+        ("y, mask=mask", "y", "outside of y"),
         ("n_rows, tl.num_programs(0)):", "n_rows - 1, tl.num_programs(0)):", "y is not written"),
     ],
 }
@@ -586,6 +587,9 @@ RIGHT: dict[str, list[tuple[tuple[str, str], ...]]] = {
         (("h, mask=mask)\n", "h, mask=mask)\n    h = tl.load(h_ptr + row * h_row_stride + cols, "
           "mask=mask, other=0.0).to(tl.float32)\n"),),
     ],
-    "softmax_fast": [(("[(n_rows,)]", "[(2,)]"),)],
+    "softmax_fast": [(
+        ("[(n_rows,)]", "[(min(n_rows, 132),)]"), ("block_size=4096", "block_size=8192"),
+        ("BLOCK_SIZE=block_size,", "BLOCK_SIZE=block_size, num_warps=16,"),
+    )],
 }
 # fmt: on

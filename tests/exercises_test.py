@@ -174,8 +174,9 @@ def test_times_stand_beside_the_opponents(name, file_with):
 @pytest.mark.alone
 @pytest.mark.parametrize("name", EXERCISES)
 def test_times_at_llamas_size(name, file_with):
-    (yours, us, *_), opponent = learner.timing(file_with(name), name)()
-    assert yours == "yours" and (name != "softmax_fast" or us < opponent[1])
+    fast = RIGHT[name][-1] if EXERCISES[name].must_win else ()
+    (yours, us, *_), opponent = learner.timing(file_with(name, *fast), name)()
+    assert yours == "yours" and (not fast or us < opponent[1])
 
 
 def test_only_a_kernel_that_beats_its_opponent_ends_the_last_exercise():
@@ -229,7 +230,7 @@ def test_a_file_of_ones_own_is_judged_and_not_written(run_script, file_with):
         ),
         ("import sys\nsys.exit(0)\n", "line 2 of mine.py with SystemExit: 0"),
         ("import os\nos._exit(0)\n", "ended with exit code 0"),
-        ("def launch(**_):\n    while True:\n        pass\n", " of mine.py when its 2 s were over"),
+        ("def launch(**_):\n    while True:\n        pass\n", "The code ran longer than 2 s"),
         ("x = 1".encode("utf-16").decode("latin1"), "not UTF-8"),
     ],
 )
