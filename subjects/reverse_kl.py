@@ -154,7 +154,10 @@ def bytes_of_statistics(inputs):
     return 5 * 4 * inputs["mask"].numel()
 
 
-ALONE = {"frozen_inputs_leave_the_others_their_gradients": "the student alone can have a gradient"}
+ALONE = {
+    "frozen_inputs_leave_the_others_their_gradients": "the student alone can have a gradient",
+    "small_large_and_shifted_values": "steep gradients underflow; its own test asks row by row",
+}
 MEAN = Subject(
     name="reverse_kl",
     kernels=(reverse_kl_kernel,),

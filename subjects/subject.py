@@ -1,6 +1,6 @@
 """What is known of a differentiable function: `Subject`; and how any of them is run and compared.
 
-The records are the other files of this folder; tests/contracts_*_test.py ask the same of each.
+The records are the other files of this folder.  The contracts (`judging`) ask the same of each.
 
 A function's results are one dictionary, its *parts*: the outputs by their names, and the gradient
 of an input called x as "dx".
@@ -73,7 +73,7 @@ def expected_dtypes(t: torch.Tensor) -> str:
     return "torch.bool" if t.dtype == torch.bool else "torch.int64 or torch.int32"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
     """One differentiable function, and all that the contracts need to know of it.
 
@@ -95,6 +95,8 @@ class Subject:
     size: object
     # another subject has the same autograd Function, with other settings
     other_settings: bool = False
+    # what the record says of keeping, sentences and bits holds: it is nobody else's function
+    recorded: bool = True
     # what a user calls, where `function` hands it copies to overwrite or looks at the inputs itself
     entry: Callable | None = None
 

@@ -20,6 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.optim import lr_scheduler
 
 from harness.cli.device import DEVICE
+from judging.circumstances import (
+    OTHER_DEFAULTS,
+    captured,
+    default_dtype,
+    waiting_forbidden,
+)
 from next_steps.lessons import adamw_optimizer
 from next_steps.lessons.adamw8 import dequantize_moments, quantize_moments
 from next_steps.lessons.adamw_optimizer import CODED_STATE, TritonAdamW
@@ -37,13 +43,9 @@ from tests.adamw_test import (
     train,
 )
 from tests.fixtures import (
-    OTHER_DEFAULTS,
-    captured,
-    default_dtype,
     is_freed,
     needs_gpu,
     needs_two_gpus,
-    waiting_forbidden,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

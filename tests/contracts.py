@@ -1,62 +1,75 @@
 """The matrix of contracts and subjects: a contract is a test that runs for every subject that is
-not exempt.
+not exempt, case by case.
 
-    @contract("dtype", lambda subject: subject.dtypes)
-    def test_outputs_and_gradients_match_float64(subject, dtype): ...
+    globals().update(contracts_of(numbers))    # those that `judging` has
 
-Its name, without "test_", is what a subject's record gives a reason for in `exempt`.
+    @contract("dtype", lambda subject: subject.dtypes)    # one that needs what only tests have
+    def test_comparator_rejects_wrong_answers(subject, dtype): ...
+
 tests/contracts_test.py asserts that there is no hole: that every pair either runs or has a reason.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import ModuleType
 
 import pytest
-import torch
 
+from judging.contract import Contract, NotTried
+from judging.contracts import case_name
 from subjects import SUBJECTS
-from subjects.subject import Subject
+from tests import tiles
 
 RUNS: dict[str, set[str]] = {}  # contract: the subjects for which it runs
 PLAYBOOK = "rmsnorm", "cross_entropy"  # a reader runs the contracts of these two
-DTYPE_IDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def contract(
-    argument: str = "",
-    cases: Callable[[Subject], Iterable] = lambda subject: [None],
-    exhaustive: Callable[..., bool] = lambda subject, case: False,
-):
-    """Run a test for every subject, and for every case of it.
+def of_all_subjects(asked: Contract, names: list[str]) -> pytest.MarkDecorator:
+    """Run a test, which has these arguments, for every subject and for every case of it.
 
-    argument: the name under which the test gets its case; none if there is one case only.
-    cases: the cases of a subject.
-    exhaustive: (subject, case) -> is this one left to the runs that leave nothing out?  All those
-        of subjects that are not the playbook's are.
+    All cases of subjects that are not the playbook's are left to the runs that leave nothing out.
     """
+    name = asked.name.removeprefix("test_")
+    rows = []
+    for subject in SUBJECTS.values():
+        if name in subject.exempt:
+            continue
+        for case in asked.cases(subject):
+            left = subject.name not in PLAYBOOK or asked.exhaustive(subject, case)
+            marks = [pytest.mark.exhaustive] if left else []
+            case_id = [case_name(case)] if asked.argument else []
+            values = [subject, case][: len(names)]
+            rows.append(pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks))
+    RUNS[name] = {row.values[0].name for row in rows}
+    return pytest.mark.parametrize(names, rows)
 
-    def decorate(test):
-        name = test.__name__.removeprefix("test_")
-        rows = []
-        for subject in SUBJECTS.values():
-            if name in subject.exempt:
-                continue
-            for case in cases(subject):
-                left = subject.name not in PLAYBOOK or exhaustive(subject, case)
-                marks = [pytest.mark.exhaustive] if left else []
-                values = [subject, case] if argument else [subject]
-                case_id = [case_name(case)] if argument else []
-                rows.append(
-                    pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks)
-                )
-        RUNS[name] = {row.values[0].name for row in rows}
-        return pytest.mark.parametrize(["subject", argument] if argument else ["subject"], rows)(
-            test
-        )
+
+def contract(*arguments, **options) -> Callable[[Callable], Callable]:
+    """Run a test as a contract; see Contract for the arguments behind the first."""
+
+    def decorate(test: Callable) -> Callable:
+        asked = Contract(test, *arguments, **options)
+        names = ["subject", asked.argument] if asked.argument else ["subject"]
+        return of_all_subjects(asked, names)(test)
 
     return decorate
 
 
-def case_name(case) -> str:
-    if isinstance(case, tuple):
-        return "-".join(map(case_name, case))
-    return DTYPE_IDS.get(case, str(case)) if isinstance(case, torch.dtype) else str(case)
+def as_test(asked: Contract) -> Callable:
+    @of_all_subjects(asked, ["subject", "case"])
+    def test(subject, case, gpu_memory, monkeypatch):
+        if asked.gib:
+            gpu_memory(asked.gib)
+        if asked.shipped_tiles:
+            tiles.shipped_tiles(monkeypatch)
+        try:
+            asked(subject, case)
+        except NotTried as why:
+            pytest.skip(str(why))
+
+    return test
+
+
+def contracts_of(module: ModuleType) -> dict[str, Callable]:
+    """Return the contracts of a module of `judging` as tests, by their names."""
+    found = [each for each in vars(module).values() if isinstance(each, Contract)]
+    return {f"test_{each.name}": as_test(each) for each in found}

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
 from harness.cli.device import DEVICE, HAS_GPU
+from judging.layouts import layouts_of
 from subjects.subject import (
     Subject,
     as_tuple,
@@ -37,7 +38,6 @@ from subjects.subject import (
 from tests import tiles
 from tests.contracts import contract
 from tests.fixtures import COMPILED_DTYPE, compiled_once
-from tests.layouts import layouts_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),

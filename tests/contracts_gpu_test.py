@@ -1,29 +1,25 @@
-"""What only a GPU can show of every function: large offsets, graphs, waiting, compiling, memory, a
-second GPU.
+"""The contracts of a GPU, asked of every function; and large offsets, compiling, memory, a second
+GPU.
 """
 
 import pytest
 import torch
 
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
+from judging import on_gpu
 from rmsnorm_kernel import triton
-from subjects.subject import checks, compare_parts, references, run
+from subjects.subject import compare_parts, references, run
 from tests import tiles
-from tests.contracts import contract
-from tests.fixtures import captured, needs_gpu, needs_two_gpus, waiting_forbidden
+from tests.contracts import contract, contracts_of
+from tests.fixtures import needs_gpu, needs_two_gpus
 
 pytestmark = [needs_gpu, pytest.mark.usefixtures("small_tiles")]
 BF16 = torch.bfloat16
+globals().update(contracts_of(on_gpu))
 
 
-def make(subject, seed=0):
-    return subject.make(subject.gpu_rows, subject.gpu_size, BF16, seed)
-
-
-@contract("dtype", lambda subject: subject.dtypes)
-def test_sizes_of_real_models(subject, dtype, monkeypatch):
-    tiles.shipped_tiles(monkeypatch)
-    assert_all_passed(checks(subject, *subject.make(subject.gpu_rows, subject.gpu_size, dtype)))
+def make(subject):
+    return subject.make(subject.gpu_rows, subject.gpu_size, BF16)
 
 
 @contract()
@@ -56,32 +52,6 @@ def test_rows_beyond_int32_in_memory(subject, monkeypatch, gpu_memory):
     assert_all_passed(compare_parts(subject, last, inputs, ref64, eagers))
     gradients = [found[name] for name in whole if name.startswith("d")]
     assert not any(gradient[:-tail].any() for gradient in gradients)
-
-
-@contract()
-def test_forward_and_backward_can_be_captured_in_a_cuda_graph(subject):
-    inputs, douts = make(subject)
-    graph, results = captured(lambda: run(subject, subject.function, inputs, douts), steps_before=3)
-    new_inputs, new_douts = make(subject, seed=1)
-    for old, new in zip(
-        (*inputs.values(), *douts.values()), (*new_inputs.values(), *new_douts.values())
-    ):
-        old.copy_(new)
-    graph.replay()
-    expected = run(subject, subject.function, inputs, douts)
-    for part, result in results.items():
-        if subject.made_by_kernels_alone:
-            assert torch.equal(result, expected[part]), part
-        else:  # cuBLAS may choose another order of sums where it captures
-            assert relative_error(result, expected[part]) <= FLOOR[BF16], part
-
-
-@contract()
-def test_nothing_waits_for_the_gpu(subject):
-    inputs, douts = make(subject)
-    run(subject, subject.function, inputs, douts)  # compiling may wait
-    with waiting_forbidden():
-        run(subject, subject.function, inputs, douts)
 
 
 @needs_two_gpus

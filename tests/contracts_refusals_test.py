@@ -1,20 +1,14 @@
-"""Every function refuses what it cannot take, with a sentence that says what was given and what was
-expected.
-"""
+"""The contracts of refusals, asked of every function; and those that need what only tests have."""
 
 import pytest
 import torch
 
 import kernel_support
+from judging import refusals
 from subjects.subject import as_tuple
-from tests.contracts import contract
+from tests.contracts import contract, contracts_of
 
-
-@contract("mistake", lambda subject: subject.bad_input())
-def test_bad_input_is_refused_with_a_sentence(subject, mistake):
-    bad = subject.bad_input()[mistake]
-    with pytest.raises(bad.error, match=bad.sentence):
-        (subject.entry or subject.function)(*bad.inputs)
+globals().update(contracts_of(refusals))
 
 
 @contract("name", lambda subject: list(subject.make((1,), subject.size, torch.float32)[0]))

@@ -18,12 +18,12 @@ from cross_entropy_kernel import (
 from cross_entropy_test import compare_both, loss_and_gradient, reference_and_eager, run_checks
 from harness.benchmark.checking import assert_all_passed, compare
 from harness.cli.device import DEVICE
+from judging.layouts import layouts_of
 from subjects.cross_entropy import SUBJECTS, bad_input, make
 from subjects.subject import run
 from tests import tiles
 from tests.contracts_compile_test import compiled, in_a_larger_graph
 from tests.fixtures import COMPILED_DTYPE, pads_rows
-from tests.layouts import layouts_of
 
 SMALL_ROWS, SMALL_V = 5, 150
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -21,6 +21,7 @@ from harness.data import dataset
 from harness.model import architecture, packed_attention
 from harness.model.families import EXAMPLES, FAMILIES, part_outside
 from harness.profiling.kernel_facts import MODEL_KERNELS
+from judging.circumstances import OTHER_DEFAULTS, default_dtype
 from next_steps.finetuning import distill
 from next_steps.memory import estimate
 from next_steps.memory.memory_ledger import KINDS
@@ -42,7 +43,6 @@ from tests.apply_kernels_test import (
     without_and_with,
 )
 from tests.conftest import assert_refused
-from tests.fixtures import OTHER_DEFAULTS, default_dtype
 from tests.small_workloads import in_float64, tiny_workload, with_adapters
 
 EACH = pytest.mark.parametrize("kind", FAMILIES)

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +23,6 @@ from harness.cli.device import DEVICE, HAS_GPU
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 needs_two_gpus = pytest.mark.several_gpus(2)
-OTHER_DEFAULTS = torch.bfloat16, torch.float16, torch.float64
 
 
 @pytest.fixture(autouse=True)
@@ -83,12 +82,11 @@ def is_freed(p: torch.Tensor) -> bool:
 
 @pytest.fixture
 def poison_new_tensors():
-    """Make torch.empty and its kin return NaN (and huge integers), so that what a kernel forgets to
-    write is seen.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    """judging's poisoned_memory, for a whole test."""
+    from judging import circumstances  # not for tests that need no kernel
+
+    with circumstances.poisoned_memory():
+        yield
 
 
 @pytest.fixture
@@ -143,17 +141,6 @@ def launches(monkeypatch) -> Counter:
 
 
 @contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let new tensors have this dtype, as scripts do that set it for the whole process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
 def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
     """Fill what new_empty and empty_like return with NaN, so that nothing a kernel forgets to
     write can look right.
@@ -178,38 +165,6 @@ def poisoned_outputs() -> Iterator[list[tuple[int, ...]]]:
         yield shapes
 
 
-class saved_tensors(torch.autograd.graph.saved_tensors_hooks):
-    """A context that yields the list of the tensors that are kept for a backward meanwhile."""
-
-    def __init__(self):
-        self.saved = []
-        super().__init__(lambda t: self.saved.append(t) or t, lambda t: t)
-
-    def __enter__(self):
-        super().__enter__()
-        return self.saved
-
-
-def captured(
-    step: Callable[[], object], steps_before: int = 1
-) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A CUDA graph of step(), and what step() returned while it was recorded.
-
-    The steps before, on a stream of their own, compile the kernels and make what a capture must
-    not.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(steps_before):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-    return graph, result
-
-
 @pytest.fixture
 def compiled_kernels(monkeypatch) -> list[str]:
     """The kernels that Triton compiles from now on; clear it where those do not count."""
@@ -232,45 +187,18 @@ def pyplot(monkeypatch):
     pyplot.close("all")
 
 
-@contextlib.contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """An error wherever the host waits for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.fixture
-def far_apart(tmp_path, gpu_memory):
-    """far_apart(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the
-    third beyond int32.
+def far_apart(gpu_memory):
+    """judging's far_apart, where the test may have a GPU's memory."""
+    from judging import contract, layouts  # of this test, as above
 
-    Without a GPU the memory is a file of 8 GB, nearly all of it a hole that takes no space.  The
-    view begins in its middle, so that an offset that wraps to -2**31 reads the zeros at the
-    beginning, where else it would end the process.
-    """
-    elements, file = 2**32 + 2**12, tmp_path / "hole"
-
-    def memory() -> torch.Tensor:
-        if HAS_GPU:
-            gpu_memory(10)
-            return torch.zeros(elements, dtype=torch.bfloat16, device=DEVICE)
-        with open(file, "wb") as empty:
-            empty.truncate(2 * elements)
-        if file.stat().st_blocks * 512 > 2**20:
-            pytest.skip("this file system cannot leave a hole in a file")
-        return torch.from_file(str(file), shared=True, size=elements, dtype=torch.bfloat16)
-
-    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        strides = [
-            2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())
-        ]
-        return memory().as_strided(values.shape, strides, 2**31).copy_(values)
-
-    yield place
-    file.unlink(missing_ok=True)
+    gpu_memory(layouts.FAR_GIB)
+    with contextlib.ExitStack() as stack:
+        try:
+            place = stack.enter_context(layouts.far_apart())
+        except contract.NotTried as why:
+            pytest.skip(str(why))
+        yield place
 
 
 @pytest.fixture

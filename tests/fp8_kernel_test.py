@@ -11,6 +11,7 @@ import torch
 
 from harness.benchmark.checking import relative_error
 from harness.cli.device import DEVICE, HAS_GPU
+from judging.circumstances import captured, waiting_forbidden
 from next_steps.lessons.fp8_kernel import (
     FP8,
     Rows,
@@ -27,7 +28,7 @@ from next_steps.lessons.fp8_kernel import (
     transpose_rows_reference,
 )
 from tests import tiles
-from tests.fixtures import captured, compiled_once, needs_gpu, pads_rows, waiting_forbidden
+from tests.fixtures import compiled_once, needs_gpu, pads_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALLEST = 2.0**-126  # fp32's smallest normal number

@@ -15,6 +15,7 @@ from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.cli.workload import Frozen
 from harness.model import adapters, architecture, loading
+from judging.circumstances import saved_tensors
 from next_steps.layers import frozen_fp8 as lesson
 from next_steps.layers.frozen_fp8 import FrozenFP8Linear, frozen_fp8
 from next_steps.layers.lora_linear import LoRALinearFunction
@@ -25,7 +26,6 @@ from next_steps.lessons.fp8_kernel import (
 )
 from next_steps.patches import patched_model
 from next_steps.patches.projections import quantize_model
-from tests.fixtures import saved_tensors
 from tests.fp8_flags_test import workload_of
 from tests.small_workloads import (
     TINY,

@@ -15,6 +15,7 @@ import torch
 
 from harness.benchmark.checking import assert_all_passed, relative_error
 from harness.cli.device import DEVICE, HAS_GPU
+from judging.circumstances import saved_tensors
 from next_steps.layers import fused_layer
 from next_steps.layers.fused_layer import (
     NormLinearFunction,
@@ -31,7 +32,7 @@ from subjects.fused_layer import norm_reference as reference_norm
 from subjects.fused_layer import swiglu_linear_inplace
 from subjects.subject import checks
 from tests.calls import Calls
-from tests.fixtures import needs_gpu, saved_tensors
+from tests.fixtures import needs_gpu
 
 EPS = 1e-5
 SIZES = (64, 256, 896) if HAS_GPU else (6, 24, 40)  # N, H, I

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from harness.benchmark.checking import relative_error
 from harness.cli.device import DEVICE
+from judging.circumstances import saved_tensors
 from next_steps.layers import lora_linear as lesson
 from next_steps.layers.fused_layer import norm_linear, swiglu_linear
 from next_steps.layers.lora_linear import (
@@ -27,7 +28,6 @@ from next_steps.layers.lora_linear import (
 from rmsnorm_kernel import TritonRMSNorm
 from subjects.lora_linear import make_lora
 from tests.calls import PRODUCTS, Calls
-from tests.fixtures import saved_tensors
 
 H, WIDTHS = 24, {"q": 40, "k": 16, "v": 16}
 N = 6

@@ -71,7 +71,7 @@ def modules_of_tests() -> list[str]:
         name
         for name in sys.modules
         if name not in others and not name.startswith("tests.faults")
-        if name.partition(".")[0] in ("tests", "subjects") or name.endswith("_test")
+        if name.partition(".")[0] in ("tests", "subjects", "judging") or name.endswith("_test")
     ]
 
 

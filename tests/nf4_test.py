@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from harness.cli.device import DEVICE, HAS_GPU
+from judging.circumstances import OTHER_DEFAULTS, default_dtype
 from next_steps.lessons import nf4_kernel
 from next_steps.lessons.nf4_kernel import (
     BLOCK,
@@ -22,7 +23,7 @@ from next_steps.lessons.nf4_kernel import (
     nf4_quantize,
 )
 from tests import tiles
-from tests.fixtures import OTHER_DEFAULTS, default_dtype, needs_gpu
+from tests.fixtures import needs_gpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_bitsandbytes = pytest.mark.skipif(

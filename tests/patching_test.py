@@ -11,7 +11,7 @@ from harness.benchmark.checking import relative_error
 from harness.cli.device import DEVICE
 from harness.data.dataset import IGNORE_INDEX as IGNORE
 from harness.model import architecture, loading, patching
-from tests.fixtures import OTHER_DEFAULTS, default_dtype
+from judging.circumstances import OTHER_DEFAULTS, default_dtype
 from tests.small_workloads import (
     largest_error,
     tiny_batch,

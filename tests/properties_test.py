@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from cross_entropy_kernel import TritonCrossEntropyLoss, cross_entropy_reference
 from harness.benchmark.checking import FLOOR, assert_all_passed
 from harness.cli.device import DEVICE
+from judging.layouts import Layout
 from subjects import SUBJECTS
 from subjects.rmsnorm import with_eps
 from subjects.subject import Subject, checks, compare_parts, references, run
-from tests.layouts import Layout
 
 SINGLE, HALVES = torch.float32, [torch.float16, torch.bfloat16]
 DTYPES = st.sampled_from([SINGLE, *HALVES])

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from harness.benchmark.checking import FLOOR, assert_all_passed, relative_error
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.model.patching import called_function
+from judging.layouts import layouts_of
 from next_steps.lessons.qk_norm_rope_kernel import (
     qk_norm_rope_backward,
     qk_norm_rope_forward,
@@ -34,7 +35,6 @@ from subjects import SUBJECTS, rope, subject
 from subjects.qk_norm_rope import EPS
 from subjects.rope import HEADS, PACKED_HEADS, of_packed_heads
 from tests.fixtures import COMPILED_DTYPE, pads_rows
-from tests.layouts import layouts_of
 
 ROPE = SUBJECTS["rope"]
 pytestmark = pytest.mark.usefixtures("poison_new_tensors")

@@ -20,7 +20,7 @@ from harness.cli.workload import Workload
 from harness.data.dataset import IGNORE_INDEX, Batch
 from harness.model import architecture, patching
 from harness.steps import stepping
-from tests.fixtures import waiting_forbidden
+from judging.circumstances import waiting_forbidden
 
 # of a record that no machine made
 MADE_UP = {"gpu": "Made Up", "cpu": "x86_64", "date": "-", "commit": "-"}

@@ -1,10 +1,19 @@
 """Where the elements of a tensor may lie in memory: what PyTorch allows, a kernel must read."""
 
+import contextlib
 import itertools
 import math
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from harness.cli.device import DEVICE, HAS_GPU
+from judging.contract import NotTried
+
+FAR_GIB = 10  # of a GPU's memory, for one tensor far apart
 
 
 @dataclass(frozen=True)
@@ -70,3 +79,42 @@ def layouts_of(ndim: int) -> dict[str, Layout]:
         order[a], order[b] = b, a
         layouts[f"dimensions {a} and {b} exchanged"] = Layout(tuple(order), ones)
     return layouts
+
+
+def with_gaps(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with five unused elements between the rows."""
+    placed = {}
+    for name, t in tensors.items():
+        dims = tuple(range(t.ndim))
+        placed[name] = Layout(dims, (1,) * t.ndim, gap=5).place(t) if dims else t
+    return placed
+
+
+@contextlib.contextmanager
+def far_apart() -> Iterator[Callable]:
+    """Yield place(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the
+    third beyond int32.
+
+    Without a GPU the memory is a file of 8 GB, nearly all of it a hole that takes no space.  The
+    view begins in its middle, so that an offset that wraps to -2**31 reads the zeros at the
+    beginning, where else it would end the process.
+    """
+    elements = 2**32 + 2**12
+
+    def place(values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        strides = [
+            2**30 if i == dim else stride for i, stride in enumerate(values.contiguous().stride())
+        ]
+        if HAS_GPU:
+            memory = torch.zeros(elements, dtype=torch.bfloat16, device=DEVICE)
+        else:
+            memory = torch.from_file(str(hole), True, elements, dtype=torch.bfloat16)
+        return memory.as_strided(values.shape, strides, 2**31).copy_(values)
+
+    with tempfile.TemporaryDirectory() as folder:
+        hole = Path(folder, "hole")
+        with open(hole, "wb") as empty:
+            empty.truncate(2 * elements)
+        if hole.stat().st_blocks * 512 > 2**20:
+            raise NotTried("this file system cannot leave a hole in a file")
+        yield place
