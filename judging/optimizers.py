@@ -133,7 +133,7 @@ def match_steps(subject, starts: Tensors, grads: list[Tensors], given=None, **ho
 
 
 def expect_bits(found: Tensors, expected: Tensors, what: str) -> None:
-    expect_same(named(found), named(expected), True, what)
+    expect_same(what, named(found), named(expected), exact=True)
 
 
 # ---- The numbers --------------------------------------------------------------------------------
