@@ -33,6 +33,7 @@ from subjects.subject import Subject
 
 Candidate = tuple[str, str, str]
 COMPILES = "compiles"  # the contract that is not asked by running
+OF_TRITON = "", "ours"  # libraries whose kernels can be compiled without a GPU
 FAULTS = "wrong", "refused"
 TOOLS = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}
 HERE = "next_steps.comparisons.asked_apart"
@@ -154,10 +155,10 @@ def verdicts_apart(candidate: Candidate, contracts: list[str], seconds: float) -
     Raises:
         Stopped: the candidate cannot be loaded.
     """
-    deadline, (name, _library, label) = time.monotonic() + seconds, candidate
+    deadline, (name, library, label) = time.monotonic() + seconds, candidate
     with Apart(f"{HERE}:asking", *candidate) as apart:
         apart.call("", seconds=seconds)
-        if COMPILES in contracts and not HAS_GPU:
+        if COMPILES in contracts and library in OF_TRITON and not HAS_GPU:
             yield compile_verdict(candidate, seconds)
         for contract in (each for each in contracts if each != COMPILES):
             left = deadline - time.monotonic()
