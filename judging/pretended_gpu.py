@@ -6,6 +6,7 @@ but no memory.  Triton's driver names a target to compile for.
 
 import contextlib
 import hashlib
+import linecache
 import re
 import subprocess
 import tempfile
@@ -19,9 +20,11 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
+from triton.runtime.jit import JITFunction
 
 from harness.steps.launches import replaced
 from judging.compile_targets import COMPILE_TARGETS, CompiledKernel, widest_access
+from judging.judged_file import Stopped, load_function, place_of, reason_of
 
 Make = Callable[..., torch.Tensor]  # a maker of tensors of a shape, in the dtype under test
 COMPILED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,7 +60,8 @@ def stub_driver(target: str) -> SimpleNamespace:
         utils=SimpleNamespace(**utils),
         launcher_cls=lambda src, metadata: lambda *args: None,
         get_current_target=lambda: gpu_target(target),
-        get_current_device=lambda: 0,
+        # kernels are kept by device: another one for each target
+        get_current_device=lambda: list(COMPILE_TARGETS).index(target),
         get_current_stream=lambda device: 0,
     )
 
@@ -125,6 +129,76 @@ def launch(case: Case, dtype: torch.dtype) -> None:
         with trained, replaced(torch, is_grad_enabled=lambda: True):
             call()
 
+
+# ---------------------------------------------------------------- does somebody's code compile?
+
+JUDGED_TARGETS = "sm_90", "sm_103"
+
+
+def compile_errors(
+    call: Callable[[], object], targets: Sequence[str] = JUDGED_TARGETS
+) -> list[str]:
+    """Return a sentence for each kernel that `call` launches and Triton does not compile.
+
+    The process must have TRITON_INTERPRET=0.  `call` makes its tensors itself, on "cuda".
+
+    Raises:
+        Stopped: no kernel was launched.
+        Exception: what `call` raises; code around kernels may read numbers, and here are none.
+    """
+    run, launched, found = JITFunction.run, set(), {}  # {kernel: (where, why, targets)}
+
+    def noted(kernel: JITFunction, *arguments, **options) -> object:
+        name, code = kernel.__name__, kernel.fn.__code__
+        launched.add(name)
+        try:
+            return run(kernel, *arguments, **options)
+        except Exception as error:  # MLIR, ptxas and Triton have different ones
+            file, line = place_of(error, code.co_filename, code.co_firstlineno)
+            where = f"line {line} of {Path(file).name} does not compile"
+            why = f"`{linecache.getline(file, line).strip()}`: {reason_of(error)}"
+            found.setdefault(name, (where, why, {}))[-1][target] = True
+
+    for target in targets:
+        triton.runtime.driver.set_active(stub_driver(target))
+        with pretend_gpu(), replaced(JITFunction, run=noted):
+            call()
+    if not launched:
+        raise Stopped("no Triton kernel was launched")
+    return [f"{where} for {' and '.join(of)}: {why}" for where, why, of in found.values()]
+
+
+def description_of(value: object) -> object:
+    """Return (shape, strides, dtype) of a tensor; anything else as it is."""
+    is_tensor = isinstance(value, torch.Tensor)
+    return (tuple(value.shape), value.stride(), value.dtype) if is_tensor else value
+
+
+def tensor_described_as(value: object) -> object:
+    """Return an empty tensor for its description; anything else as it is."""
+    if not isinstance(value, tuple):
+        return value
+    shape, strides, dtype = value
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def compiler_of(file: str, name: str) -> Callable[[dict[str, object]], list[str]]:
+    """Return the compile errors of a file's function, by the arguments' descriptions.
+
+    For `Apart`, with COMPILING as its environment.
+    """
+    function = load_function(file, name)
+
+    def errors(arguments: dict[str, object]) -> list[str]:
+        def call() -> None:
+            function(**{each: tensor_described_as(value) for each, value in arguments.items()})
+
+        return compile_errors(call)
+
+    return errors
+
+
+COMPILING = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 # ---------------------------------------------------------------- what the compiler reports
 

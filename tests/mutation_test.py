@@ -30,6 +30,8 @@ from tests import faults
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="mutants run on the CPU only")
 
 HERE = Path(__file__).parents[1]  # the project's folder
+# the contracts of an optimizer meet the kernels through it
+IMPORTERS = ("next_steps.lessons.adamw_optimizer",)
 TABLES = {
     table.SOURCE: table
     for table in (
@@ -90,7 +92,7 @@ def attributes_put_back(owner: object) -> Iterator[None]:
 @contextlib.contextmanager
 def imported_instead(kernel, file):
     """`import kernel` gives this file meanwhile, also to the tests, which are imported anew."""
-    names = [name for name in (kernel, *modules_of_tests()) if name in sys.modules]
+    names = [name for name in (kernel, *modules_of_tests(), *IMPORTERS) if name in sys.modules]
     before = {name: sys.modules.pop(name) for name in names}
     spec = importlib.util.spec_from_file_location(kernel, file)
     sys.modules[kernel] = importlib.util.module_from_spec(spec)
@@ -102,12 +104,13 @@ def imported_instead(kernel, file):
                 stack.enter_context(attributes_put_back(owner))
         if package:  # `from package import name` looks among the package's attributes first
             package = importlib.import_module(package)
+            stack.enter_context(attributes_put_back(package))
             stack.enter_context(mock.patch.object(package, name, sys.modules[kernel], create=True))
         try:
             spec.loader.exec_module(sys.modules[kernel])
             yield
         finally:
-            for name in (kernel, *modules_of_tests()):
+            for name in (kernel, *modules_of_tests(), *IMPORTERS):
                 sys.modules.pop(name, None)
             sys.modules.update(before)
 

@@ -20,7 +20,7 @@ BELOW = {
     "scripts": {"tools", "next_steps", "judging", "subjects"} | MADE_OF,
     "tools": {"scripts", "tools", "exercises", "next_steps", "judging", "subjects"} | MADE_OF,
     "exercises": {"exercises", "judging", "subjects"} | MADE_OF,
-    "next_steps": {"next_steps", "subjects"} | MADE_OF,
+    "next_steps": {"next_steps", "judging", "subjects"} | MADE_OF,
     "judging": {"judging", "subjects"} | MADE_OF,
     "subjects": {"subjects"} | MADE_OF,
     "layers": MADE_OF,  # and the further lessons

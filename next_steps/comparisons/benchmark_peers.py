@@ -23,8 +23,8 @@ LIGER = "Liger-Kernel"
 LIGER_IN_PLACE = f"{LIGER}, in place"  # where it has no mode that keeps its inputs
 CUTE = f"{LIGER}, CuTe DSL"
 CUTE_IN_PLACE = f"{CUTE}, in place"
-# The functions that LIGER_KERNEL_IMPL=cutedsl takes; there none falls back to Triton.
-CUTE_OPS = "liger_kernel.ops.cutedsl.ops"
+# The functions that LIGER_KERNEL_IMPL takes; with cutedsl there none falls back to Triton.
+TRITON_OPS, CUTE_OPS = "liger_kernel.ops", "liger_kernel.ops.cutedsl.ops"
 
 
 def in_language(function: Callable, language: str = "triton") -> Callable:
@@ -41,11 +41,14 @@ def in_language(function: Callable, language: str = "triton") -> Callable:
     return call
 
 
-def liger_rmsnorm(name: str = LIGER, ops: str = "liger_kernel.ops") -> list[Implementation]:
-    # Not in place. In place it writes dx over dy, which the timing loop uses again.
-    settings = EPS, 0.0, "llama", False
+def liger_rmsnorm(
+    name: str = LIGER, ops: str = TRITON_OPS, in_place: bool = False
+) -> list[Implementation]:
+    # In place, its default, it writes dx over dy, which the timing loop uses again.
+    settings = EPS, 0.0, "llama", in_place
     norm = importlib.import_module(ops).LigerRMSNormFunction
-    return [Implementation(name, lambda x, w: norm.apply(x, w, *settings))]
+    name += ", in place" * in_place
+    return [Implementation(name, lambda x, w=None: norm.apply(x, w, *settings))]
 
 
 def liger_cross_entropy() -> list[Implementation]:
@@ -55,7 +58,7 @@ def liger_cross_entropy() -> list[Implementation]:
     return [Implementation(LIGER_IN_PLACE, in_language(LigerCrossEntropyLoss()), waits=True)]
 
 
-def liger_swiglu(name: str = LIGER_IN_PLACE, ops: str = "liger_kernel.ops") -> list[Implementation]:
+def liger_swiglu(name: str = LIGER_IN_PLACE, ops: str = TRITON_OPS) -> list[Implementation]:
     return [Implementation(name, importlib.import_module(ops).LigerSiLUMulFunction.apply)]
 
 
@@ -77,10 +80,12 @@ def liger_qk_norm_rope() -> list[Implementation]:
     return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, in_language(liger_rotary_pos_emb)))]
 
 
-def liger_linear_cross_entropy(name: str = LIGER, language: str = "triton") -> list[Implementation]:
+def liger_linear_cross_entropy(
+    name: str = LIGER, language: str = "triton", reduction: str = "mean"
+) -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = in_language(LigerFusedLinearCrossEntropyLoss(), language)
+    loss = in_language(LigerFusedLinearCrossEntropyLoss(reduction=reduction), language)
     # The host reads that number here too.
     return [Implementation(name, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
 
@@ -92,26 +97,28 @@ def liger_reverse_kl() -> list[Implementation]:
     # KL(student || teacher).
     jsd = in_language(LigerJSD(beta=1.0))
 
-    def reverse_kl(*logits):
-        return jsd(*(F.log_softmax(each, -1, dtype=torch.float32) for each in logits))
+    def reverse_kl(student, teacher, mask=None):
+        logs = [F.log_softmax(each, -1, dtype=torch.float32) for each in (student, teacher)]
+        return jsd(*logs, mask if mask is None else torch.where(mask, 0, -100))
 
     # It waits for grad_output.
     return [Implementation("Liger-Kernel, JSD of log_softmax", reverse_kl, waits=True)]
 
 
-def cute_cross_entropy() -> list[Implementation]:
-    from liger_kernel.ops.cutedsl.ops import LigerCrossEntropyFunction
+def cute_cross_entropy(
+    name: str = CUTE_IN_PLACE, ops: str = CUTE_OPS, reduction: str = "mean"
+) -> list[Implementation]:
+    function = importlib.import_module(ops).LigerCrossEntropyFunction
+    settings = None, -100, 0.0, 0.0, reduction
 
     def loss(logits, targets):
-        return LigerCrossEntropyFunction.apply(logits, targets, None)[0]
+        return function.apply(logits, targets, *settings)[0]
 
-    return [Implementation(CUTE_IN_PLACE, loss, waits=True)]
+    return [Implementation(name, loss, waits=True)]
 
 
-def cute_rope() -> list[Implementation]:
-    from liger_kernel.ops.cutedsl.ops import LigerRopeFunction
-
-    return [Implementation(CUTE_IN_PLACE, LigerRopeFunction.apply)]
+def cute_rope(name: str = CUTE_IN_PLACE, ops: str = CUTE_OPS) -> list[Implementation]:
+    return [Implementation(name, importlib.import_module(ops).LigerRopeFunction.apply)]
 
 
 def trl_linear_cross_entropy() -> list[Implementation]:
@@ -250,6 +257,15 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
 }
 
 
+def why_absent(error: Exception, module: str, package: str) -> str:
+    """Return in words why a library cannot be asked: it is not installed, or what its import
+    raises.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name == module:
+        return f"not installed (pip install {package} to add it)"
+    return f"cannot be imported ({describe(error)})"
+
+
 def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
     """Return the other libraries' implementations, and a sentence for each absent library."""
     found, absent = [], []
@@ -259,10 +275,7 @@ def find_peers(kernel: str) -> tuple[list[Implementation], list[str]]:
         try:
             implementations = makers[kernel]()
         except Exception as error:  # whatever its import raises, ours can still be measured
-            reason = f"cannot be imported ({describe(error)})"
-            if isinstance(error, ModuleNotFoundError) and error.name == module:
-                reason = f"not installed (pip install {package} to add it)"
-            absent.append(f"{name}: {reason}")
+            absent.append(f"{name}: {why_absent(error, module, package)}")
             continue
         if HAS_GPU:
             found += implementations

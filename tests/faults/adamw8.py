@@ -35,19 +35,19 @@ FAULTS = {
     "test_second_moment_decays_by_a_tenth_of_a_percent_a_step": [
         ("a scale never falls", "tl.max(root, 0)\n", "tl.maximum(tl.max(root, 0), root_scale * 256**4)\n"),
     ],
-    "test_gradient_that_is_not_finite_makes_its_weight_nan_and_leaves_its_block_alone": [
+    "tests.optimizers_test::test_what_is_not_finite_stays_in_its_element[adamw8-inf]": [
         ("infinity in a scale", "tl.where(fits, tl.abs(m), 0.0), tl.where(fits, tl.sqrt(v), 0.0)", "tl.abs(m), tl.sqrt(v)"),
     ],
     "test_square_beyond_fp32_is_forgotten_with_its_gradient": [
         ("m without its v", "tl.where(fits, tl.abs(m), 0.0)", "tl.where(m == m, tl.abs(m), 0.0)"),
     ],
-    "tests.adamw_test::test_any_layout_is_stepped_as_a_dense_copy_would_be[8 bits-columns-0]": [
+    "tests.optimizers_test::test_views_are_stepped_in_their_memory_alone[adamw8-columns]": [
         ("a copy not written back", "if not p.is_contiguous():\n        p.detach().copy_(p_dense)", "if False:\n        p.detach().copy_(p_dense)"),
     ],
-    "tests.adamw_test::test_gradient_of_another_layout[8 bits-transposed]": [
+    "tests.optimizers_test::test_gradients_of_any_layout[adamw8-transposed]": [
         ("gradient as it lies", "grad.detach().contiguous()", "grad.detach()"),
     ],
-    "tests.adamw_test::test_maximize_goes_up_the_gradient": [
+    "tests.optimizers_test::test_settings_are_pytorchs[adamw8-maximize]": [
         ("maximize in name only", "MAXIMIZE=bool(maximize)", "MAXIMIZE=False"),
     ],
     "tests.adamw_test::test_step_continues_from_the_count_it_is_given[8 bits-1]": [

@@ -22,8 +22,8 @@ WRONG_WEIGHTS = [
 
 # test: faults, each (its name, a text of the source, what it becomes, how often it occurs if not once)
 FAULTS = {
-    "test_steps_match_float64[BF16]": WRONG_WEIGHTS,
-    "test_steps_match_float64[FP32]": [
+    "tests.optimizers_test::test_steps_match_float64[adamw-bf16]": WRONG_WEIGHTS,
+    "tests.optimizers_test::test_steps_match_float64[adamw-fp32]": [
         *WRONG_WEIGHTS,
         ("eps squared", "lr, eps = _scalar(lr), _scalar(eps)", "lr, eps = _scalar(lr), _scalar(eps) * _scalar(eps)"),
         ("m corrected with beta2", "lr / _one_minus_power(log_beta1", "lr / _one_minus_power(log_beta2"),
@@ -65,8 +65,8 @@ FAULTS = {
     "test_second_moment_decays_by_a_tenth_of_a_percent_a_step": [
         ("v rounded to nearest", "store_rounded(v_ptr, lane, mask, v, seed,", "store_rounded(v_ptr, lane, mask, v, None,"),
     ],
-    "test_gradient_of_another_layout[plain-transposed]": [("p's strides for the gradient", "grad = _dense(grad, strides)", "grad = grad")],
-    "test_any_layout_is_stepped_as_a_dense_copy_would_be[plain-columns-None]": [
+    "tests.optimizers_test::test_gradients_of_any_layout[adamw-transposed]": [("p's strides for the gradient", "grad = _dense(grad, strides)", "grad = grad")],
+    "tests.optimizers_test::test_views_are_stepped_in_their_memory_alone[adamw-columns]": [
         ("what lies in gaps is stepped", "if t.stride() == strides:", "if True:"),
         ("copies not written back", "if result is not t:", "if False:"),
     ],
@@ -80,7 +80,7 @@ FAULTS = {
         ("any gradient", '("grad", grad, SAME, shape)', '("grad", grad, FLOATS, shape)'),
         ("windows share memory", "stride <= reach", "stride == 0"),
     ],
-    "test_maximize_goes_up_the_gradient": [
+    "tests.optimizers_test::test_settings_are_pytorchs[adamw-maximize]": [
         ("maximize in name only", "MAXIMIZE=bool(maximize)", "MAXIMIZE=False"),
     ],
     "test_a_shards_draws_are_those_of_its_place_in_the_whole": [

@@ -47,14 +47,16 @@ FAULTS = {
     "test_hooks_around_loading_see_and_change_what_is_loaded": [
         ("what a hook returns is dropped", "state_dict if result is None else result", "state_dict"),
     ],
-    "test_groups_have_their_own_settings": [
+    "tests.optimizers_test::test_settings_are_pytorchs[adamw-maximize]": [
         ("maximize in the launcher alone", '            group["maximize"],\n', ""),
+    ],
+    "tests.optimizers_test::test_settings_are_pytorchs[adamw-groups of their own]": [
         ("first group's lr for all", '            group["lr"],\n', '            self.param_groups[0]["lr"],\n'),
     ],
-    "test_autograd_notices_that_a_weight_was_changed": [
+    "tests.optimizers_test::test_autograd_notices_that_a_parameter_was_changed[adamw]": [
         ("steps without a word to autograd", "torch.autograd.graph.increment_version(p)", "pass"),
     ],
-    "test_run_continues_with_the_same_bits[bf16, 8-bit moments-load_state_dict]": [
+    "tests.optimizers_test::test_a_saved_run_continues_with_the_same_bits[adamw8-bf16]": [
         ("scales not loaded", "_with_keys_of(state[p], loaded[p]).items():", "list(loaded[p].items())[:-1]:"),
     ],
     "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
@@ -69,7 +71,7 @@ FAULTS = {
     "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-8 bits]": [
         ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
     ],
-    "test_run_continues_with_the_same_bits[bf16, stochastic-load_state_dict]": [
+    "tests.optimizers_test::test_a_saved_run_continues_with_the_same_bits[rounded-bf16]": [
         ("count not loaded", "_with_keys_of(state[p], loaded[p]).items():", "list(loaded[p].items())[1:]:"),
     ],
     "test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none": [
@@ -101,7 +103,7 @@ FAULTS = {
         ("steps while it accumulates", "if (self._accumulating and p not in self._stepped) or", "if"),
         ("accumulates for ever", "            self._accumulating = False\n", "            pass\n"),
     ],
-    "test_parameters_without_a_gradient_are_skipped_and_count_their_own_steps": [
+    "tests.optimizers_test::test_parameters_without_a_gradient_are_skipped[adamw]": [
         ("steps not counted", "list(self._stepped.values()), 1)", "list(self._stepped.values()), 0)"),
     ],
     "test_step_without_a_backward_is_refused": [("a step of nothing", "if self._step_in_backward and not self._stepped and not left:", "if False:")],
