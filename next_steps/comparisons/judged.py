@@ -24,11 +24,10 @@ from subjects import SUBJECTS, rope
 from subjects.rmsnorm import EPS
 from subjects.subject import Subject
 
-CUTILE = f"{peers.LIGER}, cuTile"
 LIGERS = {
     peers.LIGER: peers.TRITON_OPS,
     peers.CUTE: peers.CUTE_OPS,
-    CUTILE: "liger_kernel.ops.cutile.ops",
+    f"{peers.LIGER}, cuTile": "liger_kernel.ops.cutile.ops",
 }
 ENDINGS = {"": "mean", "_rows": "none"}  # of a loss: what its subject's name ends with
 MANY_SHAPES = torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20)
@@ -244,20 +243,10 @@ WRITTEN_OVER = (
 )
 DOCUMENTED = {  # (what a label begins with, a subject's name): the file and what it says
     (peers.LIGER, "cross_entropy"): "ops/cross_entropy.py: 'store X_ptr gradient in X_ptr'",
-    (
-        peers.LIGER,
-        "rope",
-    ): "README, Key Features: RMSNorm, RoPE and others by 'in-place replacement'",
-    (
-        peers.LIGER,
-        "swiglu",
-    ): "ops/cutedsl/ops/swiglu.py: 'Backward writes the gradients in place into"
-    " the saved a / b buffers, exactly like the Triton kernel'",
+    (peers.LIGER, "rope"): "README, Key Features: RoPE by 'in-place replacement'",
+    (peers.LIGER, "swiglu"): "README, Key Features: SwiGLU by 'in-place replacement'",
     ("QuACK, in place", "cross_entropy"): "cross_entropy.py: 'perform backward pass in-place'",
-    (
-        "Unsloth",
-        "rope",
-    ): "kernels/rope_embedding.py: 'in place where X.transpose(1, 2) is contiguous'",
+    ("Unsloth", "rope"): "kernels/rope_embedding.py: 'in place where' they are 'contiguous'",
     ("torch.compile", ""): "torch/_functorch/config.py: donated_buffer",
 } | {
     (f"{name}, in place", "rmsnorm"): "ops/rms_norm.py: in_place 'can produce incorrect inputs'"
