@@ -2,7 +2,7 @@
 subjects and what they import.
 
     contracts.py    all contracts of a differentiable function, and the verdicts on one
-    numbers.py, autograd.py, refusals.py, on_gpu.py    they; contract.py says what a contract is
+    numbers.py, autograd.py, refusals.py, on_gpu.py    these; contract.py: what a contract is
     comparing.py, circumstances.py, layouts.py    what the contracts have in common
     optimizers.py   the contracts of an optimizer
     watching.py     every address of a kernel, as Triton's interpreter sees it

@@ -81,6 +81,15 @@ def layouts_of(ndim: int) -> dict[str, Layout]:
     return layouts
 
 
+def with_gaps(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with five unused elements between the rows."""
+    placed = {}
+    for name, t in tensors.items():
+        dims = tuple(range(t.ndim))
+        placed[name] = Layout(dims, (1,) * t.ndim, gap=5).place(t) if dims else t
+    return placed
+
+
 @contextlib.contextmanager
 def far_apart() -> Iterator[Callable]:
     """Yield place(values, dim=0): a bf16 view of them, 2**30 elements apart in that dimension, the

@@ -16,8 +16,8 @@ from judging.comparing import (
     parts_of,
 )
 from judging.contract import NotTried, contract
-from judging.layouts import FAR_GIB, Layout, far_apart, layouts_of
-from subjects.subject import Parts, Subject, leaves_of, run
+from judging.layouts import FAR_GIB, far_apart, layouts_of, with_gaps
+from subjects.subject import Subject, leaves_of, run
 
 ROWS = (2, 3)
 
@@ -47,15 +47,6 @@ def the_default_dtype_changes_nothing(subject):
 )
 def ragged_sizes(subject, size):
     match_float64(subject, *subject.make((5,), size, torch.float32))
-
-
-def with_gaps(tensors: Parts) -> Parts:
-    """Return the tensors with five unused elements between the rows."""
-    placed = {}
-    for name, t in tensors.items():
-        dims = tuple(range(t.ndim))
-        placed[name] = Layout(dims, (1,) * t.ndim, gap=5).place(t) if dims else t
-    return placed
 
 
 @contract("size", lambda subject: subject.ragged_sizes[-3:])

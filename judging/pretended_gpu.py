@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from harness.steps.launches import replaced
 from judging.compile_targets import COMPILE_TARGETS, CompiledKernel, widest_access
-from judging.judged_file import load_function, place_of, reason_of
+from judging.judged_file import Stopped, load_function, place_of, reason_of
 
 Make = Callable[..., torch.Tensor]  # a maker of tensors of a shape, in the dtype under test
 COMPILED_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -143,7 +143,7 @@ def compile_errors(
     The process must have TRITON_INTERPRET=0.  `call` makes its tensors itself, on "cuda".
 
     Raises:
-        LookupError: no kernel was launched.
+        Stopped: no kernel was launched.
         Exception: what `call` raises; code around kernels may read numbers, and here are none.
     """
     run, launched, found = JITFunction.run, set(), {}  # {kernel: (where, why, targets)}
@@ -164,7 +164,7 @@ def compile_errors(
         with pretend_gpu(), replaced(JITFunction, run=noted):
             call()
     if not launched:
-        raise LookupError("no Triton kernel was launched")
+        raise Stopped("no Triton kernel was launched")
     return [f"{where} for {' and '.join(of)}: {why}" for where, why, of in found.values()]
 
 

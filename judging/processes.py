@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,7 +36,7 @@ ENDED = {
 OUTSIDE = "the kernel read or wrote far outside of its tensors; look at the addresses"
 
 
-class Apart:
+class Apart(contextlib.AbstractContextManager):
     """A process that runs what is not trusted: it serves calls of one function.
 
     function: "module:function", a function of this project.  It is called once in the process, with
@@ -52,9 +51,6 @@ class Apart:
         self.function, self.arguments = function, arguments
         self.environment = os.environ | (environment or {})
         self.process = None
-
-    def __enter__(self) -> "Apart":
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
@@ -81,10 +77,10 @@ class Apart:
         beyond = REST if self.process else START
         if not self.process:
             self.start()
-        deadline = time.monotonic() + seconds + beyond
+        request = self.function, self.arguments, arguments, seconds
         try:
-            send(self.channel, (self.function, self.arguments, arguments, seconds), deadline)
-            is_answer, value = receive(self.channel, deadline)
+            send(self.channel, request, seconds + beyond)
+            is_answer, value = receive(self.channel, seconds + beyond)
         except TimeoutError:
             is_answer, value = False, too_long(seconds)
         except OSError:  # the process is gone
@@ -116,32 +112,26 @@ def ended(code: int) -> str:
     return f"{signal.Signals(-code).name} ended the process: {ENDED.get(-code, OUTSIDE)}"
 
 
-def send(channel: socket.socket, value: object, deadline: float | None = None) -> None:
+def send(channel: socket.socket, value: object, seconds: float | None = None) -> None:
     data = io.BytesIO()
     torch.save(value, data)
-    channel.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
+    channel.settimeout(seconds)
     channel.sendall(len(data.getvalue()).to_bytes(8, "big") + data.getvalue())
 
 
-def receive(channel: socket.socket, deadline: float | None = None) -> object:
+def receive(channel: socket.socket, seconds: float | None = None) -> object:
     """Return what `send` sent; of the data nothing is executed.
 
     Raises:
-        TimeoutError: the deadline is over.
+        TimeoutError: nothing came for so many seconds.
         OSError: the other process is gone.
     """
-
-    def read(n_bytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < n_bytes:
-            channel.settimeout(deadline and max(deadline - time.monotonic(), 0.001))
-            part = channel.recv(min(n_bytes - len(data), 2**20))
-            if not part:
-                raise ConnectionResetError
-            data += part
-        return bytes(data)
-
-    return torch.load(io.BytesIO(read(int.from_bytes(read(8), "big"))), weights_only=True)
+    channel.settimeout(seconds)
+    with channel.makefile("rb") as stream:
+        data = stream.read(int.from_bytes(stream.read(8), "big"))
+    if not data:
+        raise ConnectionResetError
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 # ---- In the process itself ----------------------------------------------------------------------
@@ -149,13 +139,12 @@ def receive(channel: socket.socket, deadline: float | None = None) -> object:
 
 def serve() -> None:
     """Answer the calls that come through the file descriptor sys.argv[1], until it is closed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the process that started this one
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the thread that started this process
     # under another number, which no code guesses, and not handed on to other programs
     given = int(sys.argv.pop())
-    channel = socket.socket(
-        fileno=fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, 100 + secrets.randbelow(800))
-    )
+    number = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, 100 + secrets.randbelow(800))
     os.close(given)
+    channel = socket.socket(fileno=number)
     served = None
     with contextlib.suppress(ConnectionResetError):
         while True:

@@ -228,10 +228,11 @@ def conflicts(groups: np.ndarray, who: np.ndarray, acts: np.ndarray) -> tuple[in
     if len(wrong) == 0:
         return 0, ()
     first = order[groups[order] == groups[order[wrong[0]]]]
+    first = first[np.argsort(acts[first] == ACT_BITS["load"], kind="stable")]  # writes, then loads
     for pair in itertools.combinations(first, 2):
         (one, other), (act, other_act) = who[list(pair)], acts[list(pair)]
         if one != other and act | other_act not in HARMLESS:
-            return len(wrong), pair
+            return len(wrong), tuple(sorted(pair))
 
 
 def line_of_kernel() -> str:
