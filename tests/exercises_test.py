@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from exercises import check
 from exercises.grading import grading, learner, speed
-from exercises.grading.exercise import in_float64
+from exercises.grading.exercise import converted
 from exercises.grading.grading import EXERCISES, Verdict, grade
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import FLOOR, relative_error
@@ -26,6 +27,9 @@ from judging import pretended_gpu
 from judging.judged_file import Stopped
 from judging.pretended_gpu import COMPILING
 from judging.processes import Apart
+from next_steps.lessons.rope_kernel import rope_reference
+from rmsnorm_kernel import rmsnorm_reference
+from subjects.rmsnorm import EPS
 from tests.conftest import assert_refused
 from tests.exercise_solutions import MISTAKES, NOT_COMPILED, RIGHT, SOLUTIONS, solved
 from tests.fixtures import needs_gpu
@@ -129,20 +133,56 @@ def test_a_small_error_asks_for_fp16_and_not_for_the_formula(file_with):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_the_formula_is_the_answer_and_every_slip_changes_it(name):
+def test_every_slip_changes_the_answer(name):
     """In one case at least: else no kernel could ever be told that it makes the mistake."""
     exercise, told = EXERCISES[name], set()
     assert all(old in exercise.formula.lines for old, _ in exercise.formula.slips.values())
     for case in exercise.cases:
-        inputs = in_float64(exercise.make(case.rows, case.size, case.dtype, **case.options))
-        right, names = exercise.answers(inputs), exercise.names(inputs)
-        for part, t in exercise.formula.computed(names).items():
-            assert relative_error(t, right[part]) < FLOOR[torch.float32]  # rstd is fp32
-        for sentence, parts in exercise.formula.mistakes(names).items():
+        inputs = exercise.make(case.rows, case.size, case.dtype, **case.options)
+        inputs = converted(inputs, torch.float64)
+        right = exercise.formula.computed(inputs)
+        for sentence, parts in exercise.formula.mistakes(inputs, right).items():
             errors = [relative_error(t, right[part]) for part, t in parts.items()]
             if any(error > 10 * FLOOR[torch.float32] for error in errors):  # NaN is no answer
                 told.add(sentence)
     assert told == exercise.formula.slips.keys()
+
+
+def norm(x, weight, **_):
+    return rmsnorm_reference(x, weight, EPS)
+
+
+GRADIENTS = {  # exercise: (its forward, {input: parts that are its gradient})
+    "rmsnorm_dx": (norm, {"x": ["dx"]}),
+    "rmsnorm_dw": (norm, {"weight": ["dweight"]}),
+    "cross_entropy": (
+        lambda logits, targets, **_: F.cross_entropy(logits, targets, reduction="none"),
+        {"logits": ["dlogits"]},
+    ),
+    "swiglu_backward": (
+        lambda gate, up, **_: F.silu(gate) * up,
+        {"gate": ["dgate"], "up": ["dup"]},
+    ),
+    "rope_backward": (
+        lambda x, cos, sin, **_: rope_reference(x, x[:, :0], cos, sin)[0],
+        {"x": ["dx1", "dx2"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_formulas_are_what_autograd_finds(name):
+    forward, parts = GRADIENTS[name]
+    make = EXERCISES["rmsnorm_dx" if name == "rmsnorm_dw" else name].make  # which has a weight
+    case = EXERCISES[name].cases[3]
+    inputs = converted(make(case.rows, case.size, case.dtype), torch.float64)
+    found = EXERCISES[name].formula.computed(inputs)
+    dout = inputs.get("dy", inputs.get("dloss"))
+    inputs.setdefault("x", torch.zeros_like(dout))
+    leaves = [inputs[leaf].requires_grad_() for leaf in parts]
+    for names, exact in zip(parts.values(), torch.autograd.grad(forward(**inputs), leaves, dout)):
+        given = torch.cat([found[part] for part in names], -1)
+        assert relative_error(given, exact) < FLOOR[torch.float32]  # rstd is fp32
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -6,6 +6,7 @@ import torch
 
 from exercises.grading.exercise import (
     BF16,
+    CHUNK,
     DTYPE,
     FORMULA,
     Case,
@@ -14,20 +15,18 @@ from exercises.grading.exercise import (
     Inputs,
     Parts,
     chosen,
-    in_float64,
+    converted,
     orders,
-    slips,
 )
 from exercises.grading.norms import STRIDES
 from harness.benchmark.benchmark_specs import HEAD_DIM, LLAMA_HIDDEN, LLAMA_INTERMEDIATE, Q_HEADS
 from harness.cli.device import DEVICE
-from next_steps.lessons.adamw_kernel import adamw_reference, adamw_step
-from next_steps.lessons.rope_kernel import rope_backward, rope_reference
+from next_steps.lessons.adamw_kernel import adamw_step
+from next_steps.lessons.rope_kernel import rope_backward
 from next_steps.lessons.swiglu_kernel import swiglu_backward
 from subjects import rope, swiglu
-from subjects.subject import normals, run
+from subjects.subject import normals
 
-BLOCK = 64  # numbers, in a small case
 BLOCKS = "Does program i begin at i * BLOCK_SIZE?"
 END = "The last block is longer than what is left: is the mask `below n` on each load and store?"
 
@@ -39,24 +38,18 @@ def numbers(rows: tuple[int, ...], size: int) -> str:
 def line_cases(*more: Case) -> tuple[Case, ...]:
     """Return the cases of a kernel of a line of numbers."""
     return (
-        Case((1,), BLOCK, FORMULA),
-        Case((4,), BLOCK, BLOCKS),
+        Case((1,), CHUNK, FORMULA),
+        Case((4,), CHUNK, BLOCKS),
         Case((5,), 33, END),
         Case((1,), 1, END),
         Case((53,), 16, "Fewer blocks were right: is there a program for each block?"),
-        *orders((4,), BLOCK),
+        *orders((4,), CHUNK),
         *more,
         Case((3,), 211, DTYPE, dtype=BF16),
     )
 
 
-LINE = {"blocks": {"block_size": BLOCK}, "in_words": numbers, "axes": {1: ("number",)}}
-
-
-def with_first_block(inputs: Inputs) -> Inputs:
-    """Return what a formula takes: the inputs, and which number the first program has there."""
-    n = len(next(iter(inputs.values())))
-    return inputs | {"first": torch.arange(n, device=DEVICE, dtype=torch.int64) % BLOCK}
+LINE = {"blocks": {"block_size": CHUNK}, "in_words": numbers, "axes": {1: ("number",)}}
 
 
 # ---- Two vectors
@@ -70,13 +63,7 @@ def make_vectors(rows, size, dtype) -> Inputs:
 ADD = Exercise(
     make=make_vectors,
     outputs=lambda inputs: {"c": torch.empty_like(inputs["a"])},
-    answers=lambda inputs: {"c": inputs["a"] + inputs["b"]},
-    formula=Formula(
-        "c = a + b",
-        ("c",),
-        slips("add"),
-    ),
-    names=with_first_block,
+    formula=Formula("add", parts=("c",)),
     cases=line_cases(),
     **LINE,
     reads=("a", "b"),
@@ -103,12 +90,7 @@ EDGES = "The last tiles are cut off here: does the mask ask both rows < n_rows a
 TILE = Exercise(
     make=make_tile,
     outputs=lambda inputs: {"y": torch.empty_like(inputs["x"])},
-    answers=lambda inputs: {"y": inputs["x"] * inputs["scale"][:, None] + inputs["bias"]},
-    formula=Formula(
-        "y = x * scale[:, None] + bias[None, :]",
-        ("y",),
-        slips("tile"),
-    ),
+    formula=Formula("tile", parts=("y",)),
     cases=(
         Case((8,), 8, FORMULA),
         Case((8,), 16, FORMULA),
@@ -141,27 +123,10 @@ def make_swiglu(rows, size, dtype, extreme=False) -> Inputs:
     return parts
 
 
-def swiglu_answers(inputs: Inputs) -> Parts:
-    gate_and_up = chosen(inputs, "gate", "up")
-    parts = run(swiglu.SWIGLU, swiglu.SWIGLU.reference, gate_and_up, {"y": inputs["dy"]})
-    return chosen(parts, "dgate", "dup")
-
-
-SWIGLU_LINES = """
-s = 1 / (1 + exp(-gate))
-dgate = dy * up * s * (1 + gate * (1 - s))
-dup = dy * gate * s
-"""
 SWIGLU_BACKWARD = Exercise(
     make=make_swiglu,
     outputs=lambda inputs: {name: torch.empty_like(inputs["gate"]) for name in ("dgate", "dup")},
-    answers=swiglu_answers,
-    formula=Formula(
-        SWIGLU_LINES,
-        ("dgate", "dup"),
-        slips("swiglu"),
-    ),
-    names=with_first_block,
+    formula=Formula("swiglu", parts=("dgate", "dup")),
     cases=line_cases(
         Case(
             (5,),
@@ -193,30 +158,6 @@ def halves(dx: torch.Tensor) -> Parts:
     return dict(zip(("dx1", "dx2"), dx.chunk(2, -1)))
 
 
-def rope_answers(inputs: Inputs) -> Parts:
-    """Return the derivative of the lesson's reference."""
-    dy, *angles = inputs.values()
-    x = torch.zeros_like(dy, requires_grad=True)
-    y, _ = rope_reference(x, x[:, :0], *angles)
-    return halves(torch.autograd.grad(y, x, dy)[0])
-
-
-def exchanged(dy: torch.Tensor) -> torch.Tensor:
-    """Return what a kernel reads that exchanges the strides of head and token; NaN outside."""
-    B, n_heads, T, _ = dy.shape
-    sample, head, token, _ = dy.stride()
-    memory = dy.new_full((B * sample + n_heads * token + T * head,), torch.nan)
-    memory[: dy.numel()] = dy.transpose(1, 2).flatten()
-    return memory.as_strided(dy.shape, (sample, token, head, 1))
-
-
-ROPE_LINES = """
-(dy1, dy2), (c1, c2), (s1, s2) = halves(dy), halves(cos), halves(sin)
-dx1 = dy1 * c1 + dy2 * s2
-dx2 = dy2 * c2 - dy1 * s1
-"""
-
-
 def heads(rows: tuple[int, int], size: tuple[int, int]) -> str:
     (B, T), (n_heads, D) = rows, size
     return f"{B} sample{'s' if B > 1 else ''} of {T} tokens, {n_heads} heads of {D} columns"
@@ -229,13 +170,7 @@ HALVES = (
 ROPE_BACKWARD = Exercise(
     make=make_rope,
     outputs=lambda inputs: {"dx": torch.empty_like(inputs["dy"])},
-    answers=rope_answers,
-    formula=Formula(
-        ROPE_LINES,
-        ("dx1", "dx2"),
-        slips("rope"),
-    ),
-    names=lambda inputs: inputs | {"halves": lambda t: t.chunk(2, -1), "exchanged": exchanged},
+    formula=Formula("rope", parts=("dx1", "dx2")),
     parts=lambda inputs, written: halves(written["dx"]),
     cases=(
         Case((1, 3), (2, 16), FORMULA),
@@ -265,6 +200,9 @@ SETTINGS = {"lr": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay"
 OTHERS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.99, "eps": 0.1, "weight_decay": 0.1}
 
 
+ADAMW_FORMULA = Formula("adamw", parts=("p", "m", "v"))
+
+
 def make_adamw(rows, size, dtype, settings=SETTINGS, cancels=False) -> Inputs:
     """Return tensors and numbers; cancels: the new p is what bf16 cannot hold of the old one."""
     normal, n = normals(0, torch.float32), rows[0] * size
@@ -273,36 +211,16 @@ def make_adamw(rows, size, dtype, settings=SETTINGS, cancels=False) -> Inputs:
     inputs = {name: t.to(DEVICE, dtype) for name, t in tensors.items()} | settings
     inputs |= {f"correction{i}": 1 - settings[f"beta{i}"] ** STEP for i in (1, 2)}
     if cancels:
-        moved = adamw_answers(in_float64(inputs) | {"p": torch.zeros_like(p).double()})["p"]
+        still = converted(inputs | {"p": torch.zeros_like(p)}, torch.float64)
+        moved = ADAMW_FORMULA.computed(still)["p"]
         inputs["p"] = (-moved / (1 - settings["lr"] * settings["weight_decay"])).to(dtype)
     return inputs
 
 
-def adamw_answers(inputs: Inputs) -> Parts:
-    """Return the new p, m and v, computed at least in fp32, and rounded once."""
-    tensors = chosen(inputs, "p", "g", "m", "v").values()
-    wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
-    settings = chosen(inputs, *SETTINGS)
-    results = zip("pmv", adamw_reference(*wide, STEP, **settings))
-    return {name: t.to(inputs["p"].dtype) for name, t in results}
-
-
-ADAMW_LINES = """
-old_m, old_v = m, v
-m = beta1 * m + (1 - beta1) * g
-v = beta2 * v + (1 - beta2) * g * g
-step = lr * (m / correction1) / (sqrt(v / correction2) + eps)
-p = p * (1 - lr * weight_decay) - step
-"""
 ADAMW = Exercise(
     make=make_adamw,
     overwritten=("p", "m", "v"),
-    answers=adamw_answers,
-    formula=Formula(
-        ADAMW_LINES,
-        ("p", "m", "v"),
-        slips("adamw"),
-    ),
+    formula=ADAMW_FORMULA,
     cases=line_cases(
         Case((5,), 33, FORMULA, options={"settings": OTHERS}, note="other settings"),
         Case(

@@ -1,20 +1,24 @@
 """What the checker knows of an exercise beside its words: `Exercise`, and the cases it runs on."""
 
-import math
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from exercises.grading.words import section
 from harness.benchmark.checking import DTYPE_NAME
+from harness.cli.device import DEVICE
+from kernel_support import triton
 
 Inputs = dict[str, torch.Tensor | float]  # the arguments of `launch` that are given, by name
 Parts = dict[str, torch.Tensor]  # what is compared, by name
 Mistakes = dict[str, Parts]  # by a sentence: the parts that this mistake changes
 
 BF16 = torch.bfloat16
+CHUNK = 64  # numbers of a line, or columns of a row, in a block of a small case
 FORMULA = "Compare each line of the kernel with the docstring's mathematics."
 DTYPE = (
     "fp32 was right: is each loaded tensor converted by .to(tl.float32) before it is used, and is "
@@ -51,53 +55,70 @@ def orders(rows: tuple[int, ...], size: object, **options) -> tuple[Case, ...]:
     )
 
 
+# ---- Formulas
+
+
+def exchanged(dy: torch.Tensor) -> torch.Tensor:
+    """Return what a kernel reads that exchanges the strides of head and token; NaN outside."""
+    B, n_heads, T, _ = dy.shape
+    sample, head, token, _ = dy.stride()
+    memory = dy.new_full((B * sample + n_heads * token + T * head,), torch.nan)
+    memory[: dy.numel()] = dy.transpose(1, 2).flatten()
+    return memory.as_strided(dy.shape, (sample, token, head, 1))
+
+
 # What a formula may call.
-FUNCTIONS = {name: getattr(torch, name) for name in ("exp", "log", "sqrt", "rsqrt", "maximum")}
-FUNCTIONS |= {"torch": torch, "inf": math.inf, "mean": lambda t: t.mean(-1, keepdim=True)}
+FUNCTIONS = {name: getattr(torch, name) for name in ("exp", "log", "sqrt", "rsqrt", "maximum")} | {
+    "torch": torch,
+    "mean": lambda t: t.mean(-1, keepdim=True),
+    "halves": lambda t: t.chunk(2, -1),
+    "exchanged": exchanged,
+    "at_target": lambda t, targets: t.gather(-1, targets[:, None])[:, 0],
+    "pad": lambda chunk: F.pad(chunk, (0, CHUNK - chunk.shape[-1])),
+    "CHUNK": CHUNK,
+}
 
 
-@dataclass(frozen=True)
+def names_of(inputs: Inputs) -> dict:
+    """Return what a formula may name: inputs, functions, and the sizes of the largest input."""
+    tensors = [t for t in inputs.values() if isinstance(t, torch.Tensor)]
+    n_rows, *_, n_cols = max(tensors, key=torch.numel).shape * 2
+    rows, columns = (torch.arange(n, device=DEVICE, dtype=torch.int64) for n in (n_rows, n_cols))
+    sizes = {"n_rows": n_rows, "n_cols": n_cols, "block": triton.next_power_of_2(n_cols)}
+    return FUNCTIONS | inputs | sizes | {"rows": rows, "columns": columns}
+
+
 class Formula:
-    """The mathematics of an exercise, and what a learner writes in its place.
+    """The mathematics of an exercise, and what a learner writes in its place: formulas.txt.
 
-    lines: PyTorch, of the inputs by name.
-    parts: what the lines compute for the comparison.
-    slips: by a sentence, a text of the lines and what it becomes.
+    An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip: `a
+    text of the formula -> what it becomes :: the sentence`.
     """
 
-    lines: str
-    parts: tuple[str, ...]
-    slips: dict[str, tuple[str, str]]
+    def __init__(self, *sections: str, parts: tuple[str, ...]):
+        lines = [line for name in sections for line in section("formulas.txt", name)]
+        slips = [re.fullmatch(r"(\S.*?) ->(.*?) :: (.+)", line) for line in lines]
+        self.parts = parts  # what the lines compute for the comparison
+        self.lines = "\n".join(line[4:] for line in lines if line.startswith(" "))
+        self.slips = {slip[3]: (slip[1], slip[2].strip()) for slip in slips if slip}
 
     def computed(self, inputs: Inputs, old: str = "", new: str = "") -> Parts:
-        names = FUNCTIONS | inputs
+        names = names_of(inputs)
         exec(self.lines.replace(old, new) if old else self.lines, names)
         return {part: names[part] for part in self.parts}
 
-    def mistakes(self, inputs: Inputs) -> Mistakes:
+    def mistakes(self, inputs: Inputs, right: Parts) -> Mistakes:
         """Return what each slip changes.  One that stops, or gives NaN, is no answer here."""
-        right, mistakes = self.computed(inputs), {}
-        for sentence, (old, new) in self.slips.items():
-            try:
-                parts = self.computed(inputs, old, new)
-            except (IndexError, RuntimeError):
-                continue
-            mistakes[sentence] = {
-                name: t.expand_as(right[name])
-                for name, t in parts.items()
-                if not t.equal(right[name])
-            }
+        mistakes = {}
+        for sentence, slip in self.slips.items():
+            with contextlib.suppress(IndexError, RuntimeError):
+                parts = self.computed(inputs, *slip).items()
+                parts = {name: t.expand_as(right[name]) for name, t in parts}
+                mistakes[sentence] = {n: t for n, t in parts.items() if not t.equal(right[n])}
         return mistakes
 
 
-def slips(name: str) -> dict[str, tuple[str, str]]:
-    """Return a Formula's slips from slips.txt.
-
-    A line has `a text of the formula -> what it becomes :: the sentence`.
-    """
-    lines = section("slips.txt", name)
-    rows = [re.fullmatch(r"(.+?) ->(.*?) :: (.+)", line).groups() for line in lines]
-    return {sentence: (old, new.strip()) for old, new, sentence in rows}
+# ---- An exercise
 
 
 def row_and_column(rows: tuple[int, ...], size: int) -> str:
@@ -106,7 +127,7 @@ def row_and_column(rows: tuple[int, ...], size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
-    """One exercise.  Tensors of `answers` and `parts` are in the outputs' dtypes."""
+    """One exercise."""
 
     # (rows, size, dtype, **options) -> the inputs
     make: Callable[..., Inputs]
@@ -114,11 +135,7 @@ class Exercise:
     outputs: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
     # inputs that the kernel overwrites
     overwritten: tuple[str, ...] = ()
-    # (inputs) -> the right parts, by eager PyTorch
-    answers: Callable[[Inputs], Parts]
     formula: Formula
-    # (inputs) -> what the formula takes
-    names: Callable[[Inputs], Inputs] = lambda inputs: inputs
     # (inputs, what was written by name) -> the parts
     parts: Callable[[Inputs, Parts], Parts] = lambda inputs, written: written
     # (inputs) -> {part: {label: which elements are compared by themselves}}
@@ -151,8 +168,9 @@ def chosen(inputs: Inputs, *names: str) -> Inputs:
     return {name: inputs[name] for name in names}
 
 
-def in_float64(inputs: Inputs) -> Inputs:
+def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Return the inputs with floating-point tensors of another dtype."""
     return {
-        name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+        name: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
         for name, t in inputs.items()
     }

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from exercises.grading.elementwise import ADAMW, ADD, ROPE_BACKWARD, SWIGLU_BACKWARD, TILE
-from exercises.grading.exercise import Case, Exercise, Inputs, in_float64
+from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
     Answer,
@@ -139,7 +139,7 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
     found = list(seen["findings"])
     found += [f"{name} was changed, which the kernel only reads." for name in read if changed[name]]
-    for name in written.keys() - set(exercise.overwritten):
+    for name in [name for name in written if name not in exercise.overwritten]:
         unwritten = written[name] == UNWRITTEN
         if unwritten.all():
             found.append(f"Nothing of {name} is written.")
@@ -164,21 +164,20 @@ def part_findings(
     exercise: Exercise, inputs: Inputs, written: dict, case: Case
 ) -> tuple[list[str], list[str]]:
     """Return sentences about parts that are wrong, and the known mistake or else a question."""
-    exact_inputs = in_float64(inputs)
-    right, eager = exercise.answers(exact_inputs), exercise.answers(inputs)
+    formula, exact_inputs = exercise.formula, converted(inputs, torch.float64)
+    right = formula.computed(exact_inputs)
+    eager = formula.computed(converted(inputs, torch.float32))
     found, all_pieces, answers = exercise.parts(inputs, written), exercise.split(inputs), {}
     for part, exact in right.items():
         pieces = all_pieces.get(part, {})
-        checks = [
-            compare(part, *(piece(t) for t in (found[part], exact, eager[part])))
-            for piece in in_pieces(pieces)
-        ]
+        tensors = found[part], exact, eager[part].to(found[part].dtype)  # rounded once
+        checks = [compare(part, *map(piece, tensors)) for piece in in_pieces(pieces)]
         answers[part] = Answer(found[part], exact, pieces, checks)
     wrong = {part: answer for part, answer in answers.items() if not answer.passed}
     if not wrong:
         return [], [case.question] if isinstance(case.question, str) else []
     sentences = [f"{p} is wrong {answer.in_words(exercise.axes)}" for p, answer in wrong.items()]
-    mistakes = exercise.formula.mistakes(exercise.names(exact_inputs))
+    mistakes = formula.mistakes(exact_inputs, right)
     if not exercise.overwritten:
         before = {name: torch.full_like(t, UNWRITTEN) for name, t in written.items()}
         held = exercise.parts(inputs, before)

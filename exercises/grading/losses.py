@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 
 from cross_entropy_kernel import (
     cross_entropy_backward,
@@ -12,6 +11,7 @@ from cross_entropy_kernel import (
 )
 from exercises.grading.exercise import (
     BF16,
+    CHUNK,
     DTYPE,
     FORMULA,
     Case,
@@ -21,16 +21,13 @@ from exercises.grading.exercise import (
     Parts,
     chosen,
     orders,
-    slips,
 )
 from exercises.grading.norms import MANY_ROWS, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB
 from harness.cli.device import DEVICE
 from subjects import cross_entropy
 from subjects.cross_entropy import ROWS
-from subjects.subject import run
 
-CHUNK = 64  # columns, in a small case
 IGNORED = -100
 TIMED_ROWS = 4096
 STRIDES = "Does row r of each tensor begin at r * the stride of that tensor?"
@@ -98,55 +95,7 @@ def drawn(rows, V, dtype, sides=False, edges=False, **options) -> Inputs:
     return inputs | {"dloss": douts["loss"]}
 
 
-def at_target(t: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return t.gather(-1, targets[:, None])[:, 0]
-
-
-def of_logits(inputs: Inputs) -> Inputs:
-    """Return what a formula takes: the inputs, and sizes."""
-    n_cols = inputs["logits"].shape[1]
-
-    def pad(chunk: torch.Tensor) -> torch.Tensor:
-        return F.pad(chunk, (0, CHUNK - chunk.shape[-1]))
-
-    columns = torch.arange(n_cols, device=DEVICE, dtype=torch.int64)
-    names = {"n_cols": n_cols, "CHUNK": CHUNK, "pad": pad, "columns": columns}
-    return inputs | names | {"at_target": at_target}
-
-
 # ---- Maximum and denominator
-
-SOFTMAX_LINES = """
-m = torch.full_like(logits[:, 0], -3.4e38)
-d = torch.zeros_like(m)
-for first in range(0, n_cols, CHUNK):
-    chunk = logits[:, first : first + CHUNK]
-    m_new = maximum(m, chunk.amax(-1))
-    d = d * exp(m - m_new) + exp(chunk - m_new[:, None]).sum(-1)
-    m = m_new
-m, d = m, d  # as they are stored
-"""
-LOOP_SLIPS = slips("loop") | {
-    f"only the row's first {k} chunks are read: the loop ends before n_cols": (
-        "range(0, n_cols",
-        f"range(0, min(n_cols, {k} * CHUNK)",
-    )
-    for k in (2, 3, 4, 8, 16, 32)
-}
-MAXIMUM_SLIPS = slips("maximum")
-SOFTMAX_SLIPS = LOOP_SLIPS | slips("softmax")
-
-
-def exponentials(logits: torch.Tensor) -> torch.Tensor:
-    """Return exp(logits - the row's maximum), at least in fp32."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide - wide.amax(-1, keepdim=True)).exp()
-
-
-def softmax_answers(inputs: Inputs) -> Parts:
-    logits = inputs["logits"]
-    e = exponentials(logits)
-    return {"m": logits.amax(-1).to(e.dtype), "d": e.sum(-1)}
 
 
 def make_logits(rows, V, dtype, forbidden=0, **options) -> Inputs:
@@ -171,9 +120,7 @@ FINITE = "With m = -inf before the loop, m - m_new is -inf - -inf = NaN: does m 
 ONLINE_SOFTMAX = Exercise(
     make=make_logits,
     outputs=lambda inputs: numbers_of_rows(inputs, "m", "d"),
-    answers=softmax_answers,
-    formula=Formula(SOFTMAX_LINES, ("m", "d"), SOFTMAX_SLIPS | MAXIMUM_SLIPS),
-    names=of_logits,
+    formula=Formula("loop", "softmax", "maximum", parts=("m", "d")),
     cases=cases(
         Case(
             (6,),
@@ -192,19 +139,6 @@ ONLINE_SOFTMAX = Exercise(
 
 # ---- The loss and its gradient
 
-LOSS_LINES = (
-    SOFTMAX_LINES
-    + """
-target_logit = at_target(logits, targets)
-one_hot = 1.0 * (columns == targets[:, None])
-loss = m - target_logit + log(d)
-softmax = exp(logits - m[:, None]) / d[:, None]
-dlogits = (softmax - one_hot) * dloss[:, None]
-"""
-)
-LOSS_SLIPS = LOOP_SLIPS | slips("loss")
-GRADIENT_SLIPS = LOSS_SLIPS | MAXIMUM_SLIPS | slips("gradient")
-
 
 def make_loss(rows, V, dtype, **options) -> Inputs:
     """Return logits and targets, none of them ignored, and a gradient for each row's loss."""
@@ -216,20 +150,12 @@ def make_loss(rows, V, dtype, **options) -> Inputs:
     }
 
 
-def gradient_answers(inputs: Inputs) -> Parts:
-    exact = inputs["logits"].dtype == torch.float64
-    eager = ROWS.reference if exact else ROWS.eager  # which converts logits to fp32
-    return run(ROWS, eager, chosen(inputs, "logits", "targets"), {"loss": inputs["dloss"]})
-
-
 CROSS_ENTROPY = Exercise(
     make=make_loss,
     outputs=lambda inputs: (
         numbers_of_rows(inputs, "loss", "m", "d") | {"dlogits": torch.empty_like(inputs["logits"])}
     ),
-    answers=lambda inputs: softmax_answers(inputs) | gradient_answers(inputs),
-    formula=Formula(LOSS_LINES, ("m", "d", "loss", "dlogits"), GRADIENT_SLIPS),
-    names=of_logits,
+    formula=Formula("loop", "maximum", "loss", "gradient", parts=("m", "d", "loss", "dlogits")),
     split=cross_entropy.target_and_other_entries,
     cases=cases(),
     blocks={"block_size": CHUNK},
@@ -261,25 +187,6 @@ def make_inplace(rows, V, dtype, ignore_index=IGNORED, **options) -> Inputs:
     return {**inputs, "scale": 1 / max(n_valid, 1), "ignore_index": ignore_index}
 
 
-def inplace_answers(inputs: Inputs) -> Parts:
-    targets, scale = inputs["targets"], inputs["scale"]
-    both = {
-        "logits": inputs["logits"],
-        "targets": targets.where(targets != inputs["ignore_index"], IGNORED),
-        "dloss": torch.full_like(targets, scale, dtype=torch.float32),
-    }
-    answers = gradient_answers(both)
-    return {"loss": answers["loss"], "logits": answers["dlogits"]}
-
-
-INPLACE_LINES = (
-    "valid = targets != ignore_index\ntargets = targets.where(valid, 0)"
-    + LOSS_LINES.replace("+ log(d)", "+ log(d); loss = loss * valid").rpartition("dlogits")[0]
-    + "gradient = (softmax - one_hot) * scale\nlogits = gradient * valid[:, None]"
-)
-INPLACE_SLIPS = LOSS_SLIPS | slips("inplace")
-
-
 def target_and_other_entries(inputs: Inputs) -> dict[str, Parts]:
     return {"logits": cross_entropy.target_and_other_entries(inputs)["dlogits"]}
 
@@ -289,9 +196,7 @@ CROSS_ENTROPY_INPLACE = Exercise(
     make=make_inplace,
     outputs=lambda inputs: numbers_of_rows(inputs, "loss"),
     overwritten=("logits",),
-    answers=inplace_answers,
-    formula=Formula(INPLACE_LINES, ("loss", "logits"), INPLACE_SLIPS),
-    names=of_logits,
+    formula=Formula("valid", "loop", "loss", "inplace", parts=("loss", "logits")),
     split=target_and_other_entries,
     cases=cases(
         *(
@@ -324,13 +229,7 @@ def softmax_compiled(logits: torch.Tensor):
 SOFTMAX_FAST = Exercise(
     make=make_logits,
     outputs=lambda inputs: {"y": torch.empty_like(inputs["logits"])},
-    answers=lambda inputs: {"y": inputs["logits"].softmax(-1)},
-    formula=Formula(
-        SOFTMAX_LINES + "y = exp(logits - m[:, None]) / d[:, None]",
-        ("y",),
-        SOFTMAX_SLIPS | slips("softmax_fast"),
-    ),
-    names=of_logits,
+    formula=Formula("loop", "softmax", "softmax_fast", parts=("y",)),
     cases=cases(),
     blocks={"block_size": CHUNK},
     reads=("logits",),
