@@ -160,7 +160,7 @@ class WatchedLaunch:
         """Note an access, and return the mask of the lanes that may make it."""
         argument, line = self.argument_of(pointers), line_of_kernel()
         memory, shape = argument.memory, pointers.data.shape
-        active = np.ones(shape, dtype=bool) if mask is None else mask.data.astype(bool)
+        active = np.ones(shape, dtype=bool) if mask is None else np.asarray(mask.data, dtype=bool)
         offsets = pointers.data.astype(np.int64) - memory.start
         offsets = offsets.clip(0, len(memory.is_element) - 1)  # there is no element at both ends
         inside = memory.is_element[offsets] & active
@@ -276,7 +276,7 @@ class WatchedBuilder(InterpreterBuilder):
         # Triton's interpreter drops an `other` that is 0, where a single number is loaded
         dropped = other is None and mask is not None and value.size == 1
         if other is not None or dropped:  # for a masked lane, not for one that is outside
-            outside = mask.data.astype(bool) & ~inside.data
+            outside = np.asarray(mask.data, dtype=bool) & ~inside.data
             value = np.where(outside, value, 0 if dropped else other.data).astype(value.dtype)
         value = TensorHandle(value, pointers.get_element_ty())
         return super().create_masked_load(pointers, inside, value, None, None, False)
