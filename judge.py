@@ -17,12 +17,17 @@ import textwrap
 from collections import Counter
 
 from harness.cli import command_line
-from harness.cli.command_line import UserError, positive_int, require_known
+from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import TERMINAL
 from harness.records.run_records import environment, write_record
 
 OUTCOMES = "holds", "wrong", "refused", "limit", "not tried"
+
+
+def names(text: str) -> list[str]:
+    """argparse type: names, separated by commas."""
+    return text.split(",")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     add("file", nargs="?", metavar="FILE.py:NAME", help="the function, or the optimizer's class")
     add("--library", metavar="NAME|all", help="judge what a library has of the subject")
     add("--list", action="store_true", help="print the subjects, libraries and contracts")
-    add("--contracts", metavar="NAME,NAME", help="ask only these")
+    add("--contracts", type=names, default=[], metavar="NAME,NAME", help="ask only these")
     add("--seconds", type=positive_int, default=600, help="for each function (default: 600)")
     add("--sanitize", action="store_true", help="on a GPU, also under compute-sanitizer")
     add("--json", metavar="FILE", help="write the verdicts as a JSON record")
@@ -49,17 +54,18 @@ def require_known_names(args: argparse.Namespace) -> list[str]:
     """Return the names of the contracts to ask."""
     from next_steps.comparisons import asked_apart
 
-    try:
-        subjects = [*asked_apart.SUBJECTS, *asked_apart.OPTIMIZERS]
-        require_known("subject", [args.subject], subjects)
-        if args.library:
-            require_known("library", [args.library], [*asked_apart.LIBRARIES, "all"])
-        known = [asked_apart.COMPILES, *asked_apart.contracts_of(args.subject)]
-        contracts = args.contracts.split(",") if args.contracts else known
-        require_known("contract", contracts, known)
-    except argparse.ArgumentTypeError as error:
-        raise UserError(str(error)) from error
-    return contracts
+    subjects = [*asked_apart.SUBJECTS, *asked_apart.OPTIMIZERS]
+    require_listed("subject", args.subject, subjects)
+    require_listed("library", args.library or "all", [*asked_apart.LIBRARIES, "all"])
+    contracts = [asked_apart.COMPILES, *asked_apart.contracts_of(args.subject)]
+    for name in args.contracts:
+        require_listed("contract", name, contracts)
+    return args.contracts or contracts
+
+
+def require_listed(what: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise UserError(f"there is no {what} {name!r}: --list names all")
 
 
 def in_words(verdict) -> str:

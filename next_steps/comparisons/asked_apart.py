@@ -59,7 +59,8 @@ def overview() -> str:
     lines += ["Optimizers, which are made as torch.optim.AdamW is:", f"  {', '.join(OPTIMIZERS)}"]
     lines += ["Libraries:", f"  {', '.join(LIBRARIES)}"]
     for whose, name in (("a function", "rmsnorm"), ("an optimizer", "adamw")):
-        lines += [f"Contracts of {whose}:", *(f"  {each}" for each in contracts_of(name))]
+        names = COMPILES, *contracts_of(name)
+        lines += [f"Contracts of {whose}:", *(f"  {each}" for each in names)]
     return "\n".join(lines)
 
 
