@@ -68,7 +68,7 @@ def require_listed(what: str, name: str, known: list[str]) -> None:
         raise UserError(f"there is no {what} {name!r}: --list names all")
 
 
-def in_words(verdict) -> str:
+def in_lines(verdict) -> str:
     """Return a `Verdict` as a sentence, broken into lines."""
     n = verdict.n_cases if verdict.outcome == "holds" else 0
     cases = f"{n} case{'s' if n > 1 else ''}" if n else ""
@@ -95,13 +95,13 @@ def main() -> int:
         verdicts = judged[label] = []
         try:
             for verdict in asked_apart.verdicts_apart(candidate, contracts, args.seconds):
-                print(in_words(verdict), flush=True)
+                print(in_lines(verdict), flush=True)
                 verdicts.append(verdict)
         except Stopped as error:
             absent.append(f"{label} cannot be judged: {error}")
     if args.sanitize:
         judged["compute-sanitizer"] = [*map(asked_apart.sanitized, asked_apart.TOOLS)]
-        print("\n".join(map(in_words, judged["compute-sanitizer"])))
+        print("\n".join(map(in_lines, judged["compute-sanitizer"])))
     for sentence in absent:
         print(textwrap.fill(sentence, TERMINAL))
     n = Counter(each.outcome for verdicts in judged.values() for each in verdicts)
