@@ -149,14 +149,6 @@ def test_bias_correction_does_not_cancel_in_the_first_steps_nor_drift_in_late_on
     assert ((out.cpu().double() - exact) / exact).abs().max() < 5e-7
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0), (0.9, 0.95), (0.0, 0.999)])
-def test_first_step_is_corrected_for_moments_that_began_at_zero(betas):
-    # m / (1 - beta1) is g and v / (1 - beta2) its square, so each weight moves by lr, up to eps.
-    p, grads = randn(64), gradients(randn(64), 1)
-    change, _, _ = kernel_steps(p, grads, lr=0.25, betas=betas, eps=0.0, weight_decay=0.0)
-    torch.testing.assert_close(change, -0.25 * grads[0].double().sign(), rtol=5e-6, atol=0.0)
-
-
 @pytest.mark.parametrize("done", [0, 1, 9, 99_999])
 @for_both_kernels
 def test_step_continues_from_the_count_it_is_given(moments, done):

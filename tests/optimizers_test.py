@@ -58,48 +58,48 @@ class LosesTheLoss(AdamW):
         super().step(closure)
 
 
-class Random(AdamW):
-    def step(self, closure=None):
-        self.param_groups[0]["lr"] *= 1 + 1e-3 * random.random()
-        return super().step(closure)
-
-
-class MakesDense(AdamW):
-    """As bitsandbytes does; what else looks at the memory sees no step."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.data = p.data.contiguous()
-        return super().step(closure)
-
-
-class TakesWhatItCanOfGradients(AdamW):
-    """Nothing of a sparse one, which it also empties; and those without one decay."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad = torch.zeros_like(p) if p.grad is None or p.grad.is_sparse else p.grad
-        return super().step(closure)
-
-
-class Clips(AdamW):
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad.clamp_(-1, 1)
-        return super().step(closure)
-
-
-class SpreadsNaN(AdamW):
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            p.grad = p.grad + 0 * p.grad.sum()
-        return super().step(closure)
-
-
 class HidesItsSteps(AdamW):
     def step(self, closure=None):
         with torch.autograd._unsafe_preserve_version_counter(*self.param_groups[0]["params"]):
             return super().step(closure)
+
+
+def doing_before(change):
+    """Return AdamW that does this to each parameter before a step."""
+
+    class Changed(AdamW):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                change(p)
+            return super().step(closure)
+
+    return Changed
+
+
+@doing_before
+def makes_dense(p):
+    """As bitsandbytes does: what else looks at the memory sees no step."""
+    p.data = p.data.contiguous()
+
+
+@doing_before
+def takes_what_it_can_of_gradients(p):
+    p.grad = torch.zeros_like(p) if p.grad is None or p.grad.is_sparse else p.grad
+
+
+@doing_before
+def spreads_nan(p):
+    p.grad = p.grad + 0 * p.grad.sum()
+
+
+@doing_before
+def clips(p):
+    p.grad.clamp_(-1, 1)
+
+
+@doing_before
+def adds_noise(p):
+    p.grad = p.grad + 1e-2 * random.random()
 
 
 WRONG = (  # contract, its case, an optimizer that breaks it
@@ -108,18 +108,18 @@ WRONG = (  # contract, its case, an optimizer that breaks it
         BF16,
         lambda params, **how: AdamW(params, **how | {"weight_decay": 0.0}),
     ),
-    ("ragged_sizes_and_no_elements", (9,), Clips),
+    ("ragged_sizes_and_no_elements", (9,), clips),
     ("settings_are_pytorchs", "far", lambda params, **how: AdamW(params, **how | {"lr": 1.0})),
-    ("parameters_without_a_gradient_are_skipped", None, TakesWhatItCanOfGradients),
-    ("what_is_not_finite_stays_in_its_element", "nan", SpreadsNaN),
+    ("parameters_without_a_gradient_are_skipped", None, takes_what_it_can_of_gradients),
+    ("what_is_not_finite_stays_in_its_element", "nan", spreads_nan),
     ("rounding_at_random_is_right_on_average", BF16, AdamW),
-    ("views_are_stepped_in_their_memory_alone", "columns", MakesDense),
-    ("gradients_of_any_layout", "transposed", Clips),
+    ("views_are_stepped_in_their_memory_alone", "columns", makes_dense),
+    ("gradients_of_any_layout", "transposed", clips),
     ("a_saved_run_continues_with_the_same_bits", FP32, ForgetsItsState),
-    ("every_run_steps_to_the_same_bits", FP32, Random),
+    ("every_run_steps_to_the_same_bits", FP32, adds_noise),
     ("a_closure_is_evaluated_and_its_loss_returned", None, LosesTheLoss),
     ("autograd_notices_that_a_parameter_was_changed", None, HidesItsSteps),
-    ("the_unusual_is_refused_or_right", "a sparse gradient", TakesWhatItCanOfGradients),
+    ("the_unusual_is_refused_or_right", "a sparse gradient", takes_what_it_can_of_gradients),
 )
 
 

@@ -17,18 +17,17 @@ import torch.nn.functional as F
 
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
-from judging.contracts import of_callable
-from judging.optimizers import OPTIMIZERS, OptimizerSubject
+from judging.contracts import Verdict, of_callable, verdicts
+from judging.optimizers import OPTIMIZERS, OptimizerSubject, optimizer_verdicts
 from next_steps.comparisons import benchmark_peers as peers
 from subjects import SUBJECTS, rope
 from subjects.rmsnorm import EPS
 from subjects.subject import Subject
 
-CUTILE = f"{peers.LIGER}, cuTile"
 LIGERS = {
     peers.LIGER: peers.TRITON_OPS,
     peers.CUTE: peers.CUTE_OPS,
-    CUTILE: "liger_kernel.ops.cutile.ops",
+    f"{peers.LIGER}, cuTile": "liger_kernel.ops.cutile.ops",
 }
 ENDINGS = {"": "mean", "_rows": "none"}  # of a loss: what its subject's name ends with
 MANY_SHAPES = torch._dynamo.config.patch(recompile_limit=2**20, accumulated_recompile_limit=2**20)
@@ -197,7 +196,7 @@ LIBRARIES: dict[str, tuple[str, str, Callable[[], Makers]]] = {  # its name for 
     "pytorch": ("torch", "torch", pytorch),
     "ours": ("torch", "torch", ours),
 }
-ON_A_CPU = "torchao", "torch.compile", "pytorch", "ours"
+ON_A_CPU = "trl", "torchao", "torch.compile", "pytorch", "ours"
 
 
 def installed(library: str) -> str:
@@ -244,20 +243,14 @@ WRITTEN_OVER = (
 )
 DOCUMENTED = {  # (what a label begins with, a subject's name): the file and what it says
     (peers.LIGER, "cross_entropy"): "ops/cross_entropy.py: 'store X_ptr gradient in X_ptr'",
-    (
-        peers.LIGER,
-        "rope",
-    ): "README, Key Features: RMSNorm, RoPE and others by 'in-place replacement'",
+    # no more than this is said of the kernel in Triton
+    (peers.LIGER, "rope"): "README, Key Features: 'in-place replacement', for RoPE among others",
     (
         peers.LIGER,
         "swiglu",
-    ): "ops/cutedsl/ops/swiglu.py: 'Backward writes the gradients in place into"
-    " the saved a / b buffers, exactly like the Triton kernel'",
+    ): "ops/cutedsl/ops/swiglu.py: 'in place ... exactly like the Triton kernel'",
     ("QuACK, in place", "cross_entropy"): "cross_entropy.py: 'perform backward pass in-place'",
-    (
-        "Unsloth",
-        "rope",
-    ): "kernels/rope_embedding.py: 'in place where X.transpose(1, 2) is contiguous'",
+    ("Unsloth", "rope"): "rope_embedding.py: 'in place where X.transpose(1, 2) is contiguous'",
     ("torch.compile", ""): "torch/_functorch/config.py: donated_buffer",
 } | {
     (f"{name}, in place", "rmsnorm"): "ops/rms_norm.py: in_place 'can produce incorrect inputs'"
@@ -300,3 +293,8 @@ def asked_as(name: str, label: str, function: Callable) -> Subject | OptimizerSu
         return inputs | dict(zip(("cos", "sin"), angles)), douts
 
     return replace(subject, make=make)
+
+
+def verdicts_of(subject: Subject | OptimizerSubject, names=()) -> Iterator[Verdict]:
+    ask = optimizer_verdicts if isinstance(subject, OptimizerSubject) else verdicts
+    return ask(subject, names)
