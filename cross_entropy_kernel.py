@@ -428,6 +428,7 @@ def _cross_entropy_bwd_kernel(
         m = tl.load(stats_ptr + 3 * row)
         d = tl.load(stats_ptr + 3 * row + 1)
         stats = m, d, tl.load(stats_ptr + 3 * row + 2)
+        tl.debug_barrier()  # in place: all threads have the target's logit before one overwrites it
         store_dlogits(
             cut, out_cut, edge_logits, target, target_logit, in_row, stats, scale, tile, TILE_SIZE
         )

@@ -6,6 +6,7 @@ subjects and what they import.
     comparing.py, circumstances.py, layouts.py    what the contracts have in common
     optimizers.py   the contracts of an optimizer
     watching.py     every address of a kernel, as Triton's interpreter sees it
+    addresses.py    the contracts of these addresses
     pretended_gpu.py, compile_targets.py    the same kernels, compiled for a GPU that is not there
     processes.py, judged_file.py    what is not trusted runs apart, for a limited time
 """

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.benchmark.checking import DTYPE_NAME
-from judging import autograd, numbers, on_gpu, refusals
+from judging import addresses, autograd, numbers, on_gpu, refusals
 from judging.contract import Contract, NotTried, Wrong
 from subjects.subject import Subject
 
 CONTRACTS: dict[str, Contract] = {  # in the order in which they are asked
     each.name: each
-    for module in (numbers, autograd, refusals, on_gpu)
+    for module in (numbers, autograd, refusals, addresses, on_gpu)
     for each in vars(module).values()
     if isinstance(each, Contract)
 }

@@ -9,6 +9,7 @@ from tests import (  # noqa: F401  they make the matrix
     contracts_gpu_test,
     contracts_numbers_test,
     contracts_refusals_test,
+    watching_test,
 )
 from tests.contracts import RUNS
 
