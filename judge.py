@@ -30,7 +30,7 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_args() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("subject", nargs="?", metavar="SUBJECT", help="what the function computes")
@@ -78,7 +78,7 @@ def in_lines(verdict) -> str:
 
 
 def main() -> int:
-    args = parse_arguments()
+    args = parse_args()
     from judging.judged_file import Stopped
     from next_steps.comparisons import asked_apart
 

@@ -150,10 +150,11 @@ def test_what_triton_takes_has_no_sentence(file_of):
 
 
 @pytest.mark.skipif(HAS_GPU, reason="compiles by running; the numbers are those of the interpreter")
-def test_the_page_shows_what_the_judge_says(file_of, run_script):
+def test_the_page_shows_what_the_judge_says(tmp_path, run_script):
     (source,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    file = file_of(source)
+    file = tmp_path / "my_norm.py"
+    file.write_text(source)
     path = {"PYTHONPATH": str(HERE)}
     started = subprocess.run([sys.executable, file], capture_output=True, env=os.environ | path)
     assert started.stdout == b"True\n", started.stderr
@@ -162,7 +163,7 @@ def test_the_page_shows_what_the_judge_says(file_of, run_script):
     outcome = run_script(judge, "rmsnorm", f"{file}:MyNorm", *flags)
     *said, counted = outcome.out.splitlines()[1:]
     assert "\n".join(said) == shown.rstrip() and outcome.code == 1
-    assert counted == "2 holds, 3 wrong, 0 refused, 0 limit, 1 not tried"
+    assert counted == "2 holds, 2 wrong, 0 refused, 0 limit, 1 not tried"
 
 
 def test_ours_holds_and_the_record_says_the_same(recorded):
