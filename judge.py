@@ -17,7 +17,7 @@ import textwrap
 from collections import Counter
 
 from harness.cli import command_line
-from harness.cli.command_line import UserError, positive_int, require_known
+from harness.cli.command_line import UserError, positive_int
 from harness.cli.output_files import check_outputs
 from harness.cli.tables import TERMINAL
 from harness.records.run_records import environment, write_record
@@ -25,14 +25,19 @@ from harness.records.run_records import environment, write_record
 OUTCOMES = "holds", "wrong", "refused", "limit", "not tried"
 
 
-def parse_arguments() -> argparse.Namespace:
+def names(text: str) -> list[str]:
+    """argparse type: names, separated by commas."""
+    return text.split(",")
+
+
+def parse_args() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("subject", nargs="?", metavar="SUBJECT", help="what the function computes")
     add("file", nargs="?", metavar="FILE.py:NAME", help="the function, or the optimizer's class")
     add("--library", metavar="NAME|all", help="judge what a library has of the subject")
     add("--list", action="store_true", help="print the subjects, libraries and contracts")
-    add("--contracts", metavar="NAME,NAME", help="ask only these")
+    add("--contracts", type=names, default=[], metavar="NAME,NAME", help="ask only these")
     add("--seconds", type=positive_int, default=600, help="for each function (default: 600)")
     add("--sanitize", action="store_true", help="on a GPU, also under compute-sanitizer")
     add("--json", metavar="FILE", help="write the verdicts as a JSON record")
@@ -49,20 +54,21 @@ def require_known_names(args: argparse.Namespace) -> list[str]:
     """Return the names of the contracts to ask."""
     from next_steps.comparisons import asked_apart
 
-    try:
-        subjects = [*asked_apart.SUBJECTS, *asked_apart.OPTIMIZERS]
-        require_known("subject", [args.subject], subjects)
-        if args.library:
-            require_known("library", [args.library], [*asked_apart.LIBRARIES, "all"])
-        known = [asked_apart.COMPILES, *asked_apart.contracts_of(args.subject)]
-        contracts = args.contracts.split(",") if args.contracts else known
-        require_known("contract", contracts, known)
-    except argparse.ArgumentTypeError as error:
-        raise UserError(str(error)) from error
-    return contracts
+    subjects = [*asked_apart.SUBJECTS, *asked_apart.OPTIMIZERS]
+    require_listed("subject", args.subject, subjects)
+    require_listed("library", args.library or "all", [*asked_apart.LIBRARIES, "all"])
+    contracts = [asked_apart.COMPILES, *asked_apart.contracts_of(args.subject)]
+    for name in args.contracts:
+        require_listed("contract", name, contracts)
+    return args.contracts or contracts
 
 
-def in_words(verdict) -> str:
+def require_listed(what: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise UserError(f"there is no {what} {name!r}: --list names all")
+
+
+def in_lines(verdict) -> str:
     """Return a `Verdict` as a sentence, broken into lines."""
     n = verdict.n_cases if verdict.outcome == "holds" else 0
     cases = f"{n} case{'s' if n > 1 else ''}" if n else ""
@@ -72,7 +78,7 @@ def in_words(verdict) -> str:
 
 
 def main() -> int:
-    args = parse_arguments()
+    args = parse_args()
     from judging.judged_file import Stopped
     from next_steps.comparisons import asked_apart
 
@@ -89,13 +95,13 @@ def main() -> int:
         verdicts = judged[label] = []
         try:
             for verdict in asked_apart.verdicts_apart(candidate, contracts, args.seconds):
-                print(in_words(verdict), flush=True)
+                print(in_lines(verdict), flush=True)
                 verdicts.append(verdict)
         except Stopped as error:
             absent.append(f"{label} cannot be judged: {error}")
     if args.sanitize:
         judged["compute-sanitizer"] = [*map(asked_apart.sanitized, asked_apart.TOOLS)]
-        print("\n".join(map(in_words, judged["compute-sanitizer"])))
+        print("\n".join(map(in_lines, judged["compute-sanitizer"])))
     for sentence in absent:
         print(textwrap.fill(sentence, TERMINAL))
     n = Counter(each.outcome for verdicts in judged.values() for each in verdicts)

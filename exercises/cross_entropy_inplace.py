@@ -10,8 +10,8 @@ ignore_index (a prompt, padding).
 
 Bytes per bf16 logit: read 2, write 2 = 4.  The second read finds the row in the cache.
 
-What to write: the body of the kernel.  Each element is read before it is overwritten: mind the
-order of what you load and store.
+What to write: the body of the kernel.  Each element is read before it is overwritten, also by other
+threads of the program: mind the order of what you load and store (docs/exercises.md, Barriers).
 
     python -m exercises.check cross_entropy_inplace
 """

@@ -114,6 +114,7 @@ def test_a_mistake_is_named(name, old, new, words, file_with):
     assert words in " ".join([verdict.title, *verdict.sentences]), verdict
 
 
+@on_a_cpu
 @pytest.mark.parametrize("name, old, new, words", table(NOT_COMPILED))
 def test_what_the_interpreter_takes_and_triton_refuses_is_shown(
     name, old, new, words, file_with, compiler
@@ -270,7 +271,7 @@ def test_a_file_of_ones_own_is_judged_and_not_written(run_script, file_with):
         ),
         ("import sys\nsys.exit(0)\n", "line 2 of mine.py with SystemExit: 0"),
         ("import os\nos._exit(0)\n", "ended with exit code 0"),
-        ("def launch(**_):\n    while True:\n        pass\n", "The code ran longer than 2 s"),
+        (solved("add", ("    i =", "    while True:\n        pass\n    i =")), "longer than 2 s"),
         ("x = 1".encode("utf-16").decode("latin1"), "not UTF-8"),
     ],
 )
@@ -280,7 +281,7 @@ def test_a_file_that_cannot_be_judged_is_answered_in_a_sentence(
     monkeypatch.setattr(check, "SECONDS", 2)
     file = tmp_path / "mine.py"
     file.write_bytes(text.encode("latin1"))
-    outcome = run_script(check, "rmsnorm_forward", "--file", str(file))
+    outcome = run_script(check, "add", "--file", str(file))
     assert outcome.code == 1 and words in " ".join(outcome.out.split()), outcome
 
 

@@ -20,6 +20,7 @@ import check_toolchain
 import compare_runs
 import finetune_baseline
 import finetune_optimized
+import judge
 import profile_baseline
 from exercises import check
 from next_steps.comparisons import compare_profiles, sweep
@@ -64,6 +65,7 @@ MODULES = {
     "finetune_baseline.py": finetune_baseline,
     "finetune_optimized.py": finetune_optimized,
     "compare_runs.py": compare_runs,
+    "judge.py": judge,
     "exercises.check": check,
     "next_steps.studies.fp8_accuracy": fp8_accuracy,
     "next_steps.studies.frontier": frontier,

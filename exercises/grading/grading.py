@@ -84,7 +84,10 @@ def grade(exercise: Exercise, run: Run, compiled: Callable[[], list[str]] = list
         refused = compiled()
     except Stopped as stopped:
         refused = [] if sentences else [str(stopped)]
-    return Verdict("compiled for a GPU", refused) if refused else Verdict(title, sentences)
+    if not refused:
+        return Verdict(title, sentences)
+    # of a loop that never ends the compiler may say anything
+    return Verdict("compiled for a GPU", refused + [s for s in sentences if "longer than" in s])
 
 
 def placed(values: torch.Tensor, gap: int) -> torch.Tensor:

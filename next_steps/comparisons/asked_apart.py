@@ -59,7 +59,8 @@ def overview() -> str:
     lines += ["Optimizers, which are made as torch.optim.AdamW is:", f"  {', '.join(OPTIMIZERS)}"]
     lines += ["Libraries:", f"  {', '.join(LIBRARIES)}"]
     for whose, name in (("a function", "rmsnorm"), ("an optimizer", "adamw")):
-        lines += [f"Contracts of {whose}:", *(f"  {each}" for each in contracts_of(name))]
+        names = COMPILES, *contracts_of(name)
+        lines += [f"Contracts of {whose}:", *(f"  {each}" for each in names)]
     return "\n".join(lines)
 
 
@@ -159,7 +160,7 @@ def verdicts_apart(candidate: Candidate, contracts: list[str], seconds: float) -
     with Apart(f"{HERE}:asking", *candidate) as apart:
         apart.call("", seconds=seconds)
         if COMPILES in contracts and library in OF_TRITON and not HAS_GPU:
-            yield compile_verdict(candidate, seconds)
+            yield compile_verdict(candidate, max(deadline - time.monotonic(), 1))
         for contract in (each for each in contracts if each != COMPILES):
             left = deadline - time.monotonic()
             if left <= 0:

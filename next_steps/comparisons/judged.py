@@ -243,10 +243,14 @@ WRITTEN_OVER = (
 )
 DOCUMENTED = {  # (what a label begins with, a subject's name): the file and what it says
     (peers.LIGER, "cross_entropy"): "ops/cross_entropy.py: 'store X_ptr gradient in X_ptr'",
-    (peers.LIGER, "rope"): "README, Key Features: RoPE by 'in-place replacement'",
-    (peers.LIGER, "swiglu"): "README, Key Features: SwiGLU by 'in-place replacement'",
+    # no more than this is said of the kernel in Triton
+    (peers.LIGER, "rope"): "README, Key Features: 'in-place replacement', for RoPE among others",
+    (
+        peers.LIGER,
+        "swiglu",
+    ): "ops/cutedsl/ops/swiglu.py: 'in place ... exactly like the Triton kernel'",
     ("QuACK, in place", "cross_entropy"): "cross_entropy.py: 'perform backward pass in-place'",
-    ("Unsloth", "rope"): "kernels/rope_embedding.py: 'in place where' they are 'contiguous'",
+    ("Unsloth", "rope"): "rope_embedding.py: 'in place where X.transpose(1, 2) is contiguous'",
     ("torch.compile", ""): "torch/_functorch/config.py: donated_buffer",
 } | {
     (f"{name}, in place", "rmsnorm"): "ops/rms_norm.py: in_place 'can produce incorrect inputs'"
