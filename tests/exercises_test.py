@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from exercises import check
 from exercises.grading import grading, learner, speed
 from exercises.grading.exercise import converted
 from exercises.grading.grading import EXERCISES, Verdict, grade
+from exercises.grading.norms import rstd_of
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import FLOOR, relative_error
 from harness.cli.device import HAS_GPU
@@ -27,9 +27,10 @@ from judging import pretended_gpu
 from judging.judged_file import Stopped
 from judging.pretended_gpu import COMPILING
 from judging.processes import Apart
-from next_steps.lessons.rope_kernel import rope_reference
-from rmsnorm_kernel import rmsnorm_reference
-from subjects.rmsnorm import EPS
+from subjects.cross_entropy import ROWS
+from subjects.rmsnorm import RMSNORM
+from subjects.subject import run
+from subjects.swiglu import SWIGLU
 from tests.conftest import assert_refused
 from tests.exercise_solutions import MISTAKES, NOT_COMPILED, RIGHT, SOLUTIONS, solved
 from tests.fixtures import needs_gpu
@@ -149,41 +150,23 @@ def test_every_slip_changes_the_answer(name):
     assert told == exercise.formula.slips.keys()
 
 
-def norm(x, weight, **_):
-    return rmsnorm_reference(x, weight, EPS)
+SUBJECTS_OF = {"rmsnorm_dx": RMSNORM, "rmsnorm_dw": RMSNORM}
+SUBJECTS_OF |= {"cross_entropy": ROWS, "swiglu_backward": SWIGLU}
 
 
-GRADIENTS = {  # exercise: (its forward, {input: parts that are its gradient})
-    "rmsnorm_dx": (norm, {"x": ["dx"]}),
-    "rmsnorm_dw": (norm, {"weight": ["dweight"]}),
-    "cross_entropy": (
-        lambda logits, targets, **_: F.cross_entropy(logits, targets, reduction="none"),
-        {"logits": ["dlogits"]},
-    ),
-    "swiglu_backward": (
-        lambda gate, up, **_: F.silu(gate) * up,
-        {"gate": ["dgate"], "up": ["dup"]},
-    ),
-    "rope_backward": (
-        lambda x, cos, sin, **_: rope_reference(x, x[:, :0], cos, sin)[0],
-        {"x": ["dx1", "dx2"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_the_formulas_are_what_autograd_finds(name):
-    forward, parts = GRADIENTS[name]
-    make = EXERCISES["rmsnorm_dx" if name == "rmsnorm_dw" else name].make  # which has a weight
-    case = EXERCISES[name].cases[3]
-    inputs = converted(make(case.rows, case.size, case.dtype), torch.float64)
+@pytest.mark.parametrize("name, subject", SUBJECTS_OF.items())
+def test_a_formula_gives_what_autograd_finds(name, subject):
+    given, douts = (converted(t, torch.float64) for t in subject.make((5,), 33, torch.float32))
+    (dout,) = douts.values()
+    inputs = given | {"dy": dout, "dloss": dout, "rstd": None}
+    if "x" in given:
+        inputs["rstd"] = rstd_of(given["x"])
+    if "targets" in given:
+        given["targets"].clamp_(min=0)
     found = EXERCISES[name].formula.computed(inputs)
-    dout = inputs.get("dy", inputs.get("dloss"))
-    inputs.setdefault("x", torch.zeros_like(dout))
-    leaves = [inputs[leaf].requires_grad_() for leaf in parts]
-    for names, exact in zip(parts.values(), torch.autograd.grad(forward(**inputs), leaves, dout)):
-        given = torch.cat([found[part] for part in names], -1)
-        assert relative_error(given, exact) < FLOOR[torch.float32]  # rstd is fp32
+    exact = run(subject, subject.reference, given, douts)
+    assert found.keys() & exact.keys()
+    assert all(relative_error(found[part], exact[part]) < 1e-12 for part in found.keys() & exact)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
