@@ -3,10 +3,10 @@
     python -m exercises.check                              # the exercises
     python -m exercises.check rmsnorm_forward              # judges exercises/rmsnorm_forward.py
     python -m exercises.check rmsnorm_forward --hint       # the first of three hints; then --hint 2
-    python -m exercises.check rmsnorm_forward --file runs/mine.py
+    python -m exercises.check 3 --file runs/mine.py        # by its number; judges another file
 
-Only reads the file.  Without a GPU Triton's interpreter runs the kernel.  The page of the exercises
-is docs/exercises.md.
+Only reads the file.  Triton's interpreter runs the kernel, and then a GPU, if there is one.  The
+page of the exercises is docs/exercises.md.
 """
 
 import argparse
@@ -97,9 +97,7 @@ def report(name: str, verdict, rows: list) -> tuple[bool, list[str]]:
         lines += ["Without a GPU nothing is timed."]
     right = not exercise.must_win or not rows or rows[0][1] < rows[1][1]
     if exercise.must_win:
-        lines += [
-            f"It must be faster than {exercise.opponent}'s" + (": not yet." if not right else ".")
-        ]
+        lines += [f"It must be faster than {exercise.opponent}'s{'.' if right else ': not yet.'}"]
     lines += [f"The lesson: {words.lesson}.", f"Beyond this exercise it {words.beyond}."]
     if following := names[names.index(name) + 1 :]:
         lines += [f"The next exercise: exercises/{following[0]}.py"]
@@ -114,12 +112,7 @@ def broken(line: str) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
-    add(
-        "name",
-        nargs="?",
-        metavar="NAME",
-        help="of an exercise, or its number; none: all are listed",
-    )
+    add("name", nargs="?", metavar="NAME", help="an exercise, or its number; none: lists all")
     add("--hint", nargs="?", type=int, const=1, choices=(1, 2, 3), help="print a hint, 1 to 3")
     add("--file", type=Path, help="the file to judge (default: exercises/NAME.py)")
     args = parser.parse_args()
