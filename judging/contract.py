@@ -52,6 +52,8 @@ class Contract:
             raise NotTried(f"needs {self.gib:.0f} GiB of free GPU memory")
         with poisoned_memory():
             self.ask(subject, *([case] if self.argument else []))
+            if HAS_GPU:
+                torch.cuda.synchronize()  # so that a kernel's error is this case's
 
 
 def contract(*arguments, **options) -> Callable[[Callable], Contract]:

@@ -23,6 +23,9 @@ CONTRACTS: dict[str, Contract] = {  # in the order in which they are asked
 }
 
 
+OF_A_KERNEL = "CUDA error: an illegal"  # no refusal; the process can use its GPU no more
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What was found of one contract."""
@@ -36,7 +39,7 @@ class Verdict:
 
 def case_name(case: object, between: str = "-") -> str:
     """Return a case in words: a dtype, a size, a name, or several of them."""
-    if isinstance(case, tuple):
+    if isinstance(case, tuple) and case:
         return between.join(case_name(each, between) for each in case)
     return DTYPE_NAME[case].lower() if isinstance(case, torch.dtype) else str(case)
 
@@ -66,7 +69,8 @@ def verdict_of(subject: Subject, asked: Contract) -> Verdict:
             outcome, words = "wrong", str(broken)
         except Exception as error:
             first_line, *_ = *str(error).strip().splitlines(), ""
-            outcome, words = "refused", f"{type(error).__name__}: {first_line}"
+            words = f"{type(error).__name__}: {first_line}"
+            outcome = "wrong" if OF_A_KERNEL in words else "refused"
         else:
             n_cases += 1
             continue

@@ -23,7 +23,7 @@ from triton.runtime.autotuner import Autotuner
 from harness.cli.device import HAS_GPU, require_interpreter
 from judging import pretended_gpu as pretended
 from judging.contract import Contract
-from judging.contracts import CONTRACTS, Verdict, of_callable, verdict_of
+from judging.contracts import CONTRACTS, OF_A_KERNEL, Verdict, of_callable, verdict_of
 from judging.judged_file import Stopped, load_function
 from judging.optimizers import OPTIMIZER_CONTRACTS, OPTIMIZERS, OptimizerSubject
 from judging.processes import Apart
@@ -170,6 +170,8 @@ def verdicts_apart(candidate: Candidate, contracts: list[str], seconds: float) -
                 verdict = Verdict(**apart.call(contract, seconds=left))
             except Stopped as error:
                 verdict = Verdict(contract, "wrong", words=str(error))
+            if OF_A_KERNEL in verdict.words:
+                apart.close()  # the next contract is asked in another process
             if verdict.outcome in FAULTS and (documented := limit(label, name, contract)):
                 words = f"{documented}; {verdict.words}"
                 verdict = replace(verdict, outcome="limit", words=words)

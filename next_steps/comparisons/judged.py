@@ -89,8 +89,6 @@ def quack() -> Makers:
         loss = partial(made, module="quack", name="cross_entropy", reduction=reduction)
         yield f"cross_entropy{end}", of_flat_rows(loss("QuACK"))
         yield f"cross_entropy{end}", of_flat_rows(loss("QuACK, in place", inplace_backward=True))
-    fused = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-    yield "linear_cross_entropy", of_flat_rows(made("QuACK", *fused, tuned=False))
 
 
 def unsloth() -> Makers:
@@ -230,21 +228,26 @@ def found(subject: str, library: str) -> list[tuple[str, Callable]]:
 
 # ---- What the libraries document ----------------------------------------------------------------
 
-# What fails where the logits, q and k, or the gradients that come in are written over, or where a
-# backward reuses the memory of what was saved for it.
+# What fails where a backward reuses the memory of what was saved for it.
+SECOND_USE = (
+    "second_backward_adds_to_the_leaves_own_gradients",
+    "second_backward_through_a_retained_graph",
+    "two_losses_on_one_result",
+)
+# And where the logits, q and k, or the gradients that come in are written over.
 WRITTEN_OVER = (
+    *SECOND_USE,
+    "gradients_accumulate_instead_of_overwriting",
     "inputs_and_upstream_gradients_are_never_changed",
     "input_changed_before_the_backward_is_noticed_or_does_not_count",
     "recomputed_or_offloaded",
-    "second_backward_adds_to_the_leaves_own_gradients",
-    "second_backward_through_a_retained_graph",
     "two_calls_on_the_same_inputs",
-    "two_losses_on_one_result",
 )
 DOCUMENTED = {  # (what a label begins with, a subject's name): the file and what it says
     (peers.LIGER, "cross_entropy"): "ops/cross_entropy.py: 'store X_ptr gradient in X_ptr'",
     # no more than this is said of the kernel in Triton
     (peers.LIGER, "rope"): "README, Key Features: 'in-place replacement', for RoPE among others",
+    (peers.LIGER, "qk_norm_rope"): "README, Key Features: 'in-place replacement', for RoPE",
     (
         peers.LIGER,
         "swiglu",
@@ -261,7 +264,8 @@ DOCUMENTED = {  # (what a label begins with, a subject's name): the file and wha
 def limit(label: str, subject: str, contract: str) -> str:
     """Return what a library documents of this contract, and where; "" if it documents nothing."""
     for (beginning, name), documented in DOCUMENTED.items():
-        if label.startswith(beginning) and subject.startswith(name) and contract in WRITTEN_OVER:
+        excused = WRITTEN_OVER if name else SECOND_USE
+        if label.startswith(beginning) and subject.startswith(name) and contract in excused:
             return documented
     return ""
 
@@ -270,8 +274,8 @@ def asked_as(name: str, label: str, function: Callable) -> Subject | OptimizerSu
     """Return the subject whose contracts are asked of what `find_judged` found.
 
     It has the inputs that the library takes.  Others' RoPE reads one table for all samples, and of
-    a row the first half.  Liger-Kernel's and PyTorch's cross-entropy return the logits' dtype.  The
-    one in CuTe DSL asserts V % 8 == 0.
+    a row the first half.  Liger-Kernel's and PyTorch's cross-entropy return the logits' dtype.
+    Those in CuTe DSL, QuACK's too, want V % 8 == 0.
     """
     if name in OPTIMIZERS:
         rounds = "stochastic rounding" in label
@@ -281,8 +285,9 @@ def asked_as(name: str, label: str, function: Callable) -> Subject | OptimizerSu
     if others and subject.name.startswith("cross_entropy"):
         if label.startswith((peers.LIGER, "F.")):
             subject = replace(subject, eager=None)
-        if label.startswith(peers.CUTE):
+        if label.startswith((peers.CUTE, "QuACK")):
             sizes = {"size": 80, "ragged_sizes": (8, 24, 136), "large_sizes": (776, 5008)}
+            sizes |= {"gpu_size": 5008}
             subject = replace(subject, **sizes)
     if not others or "rope" not in subject.name:
         return subject
