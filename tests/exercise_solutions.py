@@ -481,6 +481,9 @@ RIGHT: dict[str, list[tuple[tuple[str, str], ...]]] = {
         (("for row in range(program, n_rows, tl.num_programs(0)):",
           "row = program\n    while row < n_rows:"),
          ("total += dy * x * rstd", "total += dy * x * rstd\n        row += tl.num_programs(0)")),
+        (("cols, mask=mask, other", "cols, mask=mask & (row < n_rows), other"),
+         ("rstd_ptr + row)", "rstd_ptr + row, mask=row < n_rows, other=0.0)"),
+         ("range(program, n_rows,", "range(program, n_rows + 8,")),
     ],
     "online_softmax": [
         (("    for first", MAXIMUM_FIRST),),
