@@ -20,10 +20,9 @@ def run_watched(subject: Subject, size, order: str = "forward") -> tuple[Parts, 
     """
     inputs, douts = map(with_gaps, subject.make((5,), size, subject.dtypes[0]))
     with watched(inputs | {f"d{name}": t for name, t in douts.items()}, order) as watch:
-        parts = parts_of(subject, inputs, douts)
-    if not watch.sees_addresses:
-        raise NotTried("needs Triton's interpreter, which is for CPUs")
-    return parts, watch
+        if not watch.sees_addresses:
+            raise NotTried("needs Triton's interpreter, which is for CPUs")
+        return parts_of(subject, inputs, douts), watch
 
 
 def expect_none(findings: list[str]) -> None:
