@@ -95,13 +95,13 @@ def report(name: str, verdict, rows: list) -> tuple[bool, list[str]]:
         lines += speed.times_table(exercise, rows).splitlines()
     else:
         lines += ["Without a GPU nothing is timed."]
-    right = not exercise.must_win or not rows or rows[0][1] < rows[1][1]
-    if exercise.must_win:
-        lines += [f"It must be faster than {exercise.opponent}'s{'.' if right else ': not yet.'}"]
+    if exercise.to_beat and rows:
+        faster = "yes" if rows[0][1] < rows[1][1] else "not yet"
+        lines += [f"Is it faster than {exercise.opponent}'s? {faster.capitalize()}."]
     lines += [f"The lesson: {words.lesson}.", f"Beyond this exercise it {words.beyond}."]
     if following := names[names.index(name) + 1 :]:
         lines += [f"The next exercise: exercises/{following[0]}.py"]
-    return right, lines
+    return True, lines
 
 
 def broken(line: str) -> str:

@@ -50,8 +50,10 @@ class Contract:
             raise NotTried("needs a CUDA GPU")
         if HAS_GPU and torch.cuda.mem_get_info()[0] < self.gib * 2**30:
             raise NotTried(f"needs {self.gib:.0f} GiB of free GPU memory")
-        with poisoned_memory():
-            self.ask(subject, *([case] if self.argument else []))
+        try:
+            with poisoned_memory():
+                self.ask(subject, *([case] if self.argument else []))
+        finally:
             if HAS_GPU:
                 torch.cuda.synchronize()  # so that a kernel's error is this case's
 

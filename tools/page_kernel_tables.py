@@ -10,6 +10,7 @@ from judging.compile_targets import COMPILE_TARGETS
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.page_records import RESULTS, load_record, page_table, per_cent, times
 
+OUTCOMES = "holds", "wrong", "refused", "limit"
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
 PLAYBOOK_ROWS = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
@@ -244,3 +245,17 @@ def fp8_products() -> str:
         body.append((row["name"], f"{row['tokens']:,}", shape, *cells))
     times_us = "bf16 | FP8, fast | FP8 | gain, fast | gain"
     return page_table(body, f"product, µs | tokens | M × N × K | {times_us}")
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def judged_table() -> str:
+    """Count each function's verdicts, but for the losses that are not averaged."""
+    rows = []
+    for name, verdicts in load_record("judged")["judged"].items():
+        subject, label = name.split(": ")
+        n = Counter(verdict["outcome"] for verdict in verdicts)
+        if not subject.endswith("_rows"):
+            rows.append([f"`{subject}`", label, *(str(n[outcome] or "") for outcome in OUTCOMES)])
+    return page_table(rows, "subject | whose | holds | wrong | refused | limit")

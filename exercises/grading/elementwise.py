@@ -27,6 +27,7 @@ from next_steps.lessons.swiglu_kernel import swiglu_backward
 from subjects import rope, swiglu
 from subjects.subject import normals
 
+MANY = "Fewer blocks were right: is there a program for each block?"
 BLOCKS = "Does program i begin at i * BLOCK_SIZE?"
 END = "The last block is longer than what is left: is the mask `below n` on each load and store?"
 
@@ -42,7 +43,8 @@ def line_cases(*more: Case) -> tuple[Case, ...]:
         Case((4,), CHUNK, BLOCKS),
         Case((5,), 33, END),
         Case((1,), 1, END),
-        Case((53,), 16, "Fewer blocks were right: is there a program for each block?"),
+        Case((53,), 16, MANY),
+        Case((1,), 20_011, MANY),
         *orders((4,), CHUNK),
         *more,
         Case((3,), 211, DTYPE, dtype=BF16),

@@ -154,7 +154,7 @@ class Exercise:
     timed: tuple[tuple[int, ...], object]
     lesson: Callable[[Inputs], Callable[[], object]]
     opponent: str = "the lesson"
-    must_win: bool = False  # is it right only if it is faster?
+    to_beat: bool = False  # is the opponent's time the exercise's goal?
 
     def title(self, case: Case) -> str:
         """Return a case in words: 5 rows of 257 columns, fp32, with gaps between the rows."""

@@ -237,5 +237,5 @@ SOFTMAX_FAST = Exercise(
     timed=((TIMED_ROWS,), LLAMA_VOCAB),
     lesson=lambda inputs: softmax_compiled(inputs["logits"]),
     opponent="torch.compile",
-    must_win=True,
+    to_beat=True,
 )

@@ -96,6 +96,7 @@ KINDS: dict[str, dict[str, Predicate]] = {
     "fp8_costs": MADE_FIELDS | {"copy_gbs": is_positive, "casts": OBJECTS, "products": OBJECTS},
     "frontier": RUN_FIELDS | {"parameters": is_positive, "rows": OBJECTS},
     "instructions": MADE_FIELDS | {"counts": OBJECTS},
+    "judge": MADE_FIELDS | {"subject": is_text, "judged": is_table_of(OBJECTS), "absent": TEXTS},
     "ladder": RUN_FIELDS | {"copy_gbs": is_positive, "rungs": OBJECTS, "absent": TEXTS},
     "longest": RUN_FIELDS
     | {"stopped_by": is_text}
