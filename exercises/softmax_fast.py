@@ -9,8 +9,8 @@ in the GPU's cache, if not too many programs fill the cache with their rows mean
 Bytes per bf16 logit: read 2, write 2 = 4.  The second read finds the row in the cache.
 
 What to write: the kernel, and what you like of the launch: the block, the warps, the number of
-programs, rows in a loop.  On a GPU the checker times it beside torch.compile's: that is the speed to
-beat.  Without a GPU the checker can only say whether it is right.  No logit is -inf.
+programs, rows in a loop.  On a GPU the checker times it beside torch.compile's: that is the speed
+to beat.  Without a GPU the checker can only say whether it is right.  No logit is -inf.
 
     python -m exercises.check softmax_fast
 """
