@@ -10,7 +10,7 @@ from judging.compile_targets import COMPILE_TARGETS
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.page_records import RESULTS, load_record, page_table, per_cent, times
 
-OUTCOMES = "holds", "wrong", "refused", "limit"
+COUNTED = "holds", "wrong", "refused", "limit"
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
 PLAYBOOK_ROWS = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
@@ -257,5 +257,5 @@ def judged_table() -> str:
         subject, label = name.split(": ")
         n = Counter(verdict["outcome"] for verdict in verdicts)
         if not subject.endswith("_rows"):
-            rows.append([f"`{subject}`", label, *(str(n[outcome] or "") for outcome in OUTCOMES)])
+            rows.append([f"`{subject}`", label, *(str(n[outcome] or "") for outcome in COUNTED)])
     return page_table(rows, "subject | whose | holds | wrong | refused | limit")
