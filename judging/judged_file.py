@@ -46,6 +46,7 @@ def load_function(file: str, name: str) -> Callable:
         raise Stopped(f"line {error.lineno} of {path.name} is no Python: {error.msg}") from error
     module = sys.modules[MODULE] = ModuleType(MODULE)
     module.__file__ = str(path.resolve())
+    sys.modules.setdefault(path.stem, None)  # a file that imports its own name has no such module
     sys.path.append(str(path.resolve().parent))
     exec(code, vars(module))
     if not callable(getattr(module, name, None)):

@@ -3,7 +3,6 @@
 Nothing is judged here.  Each function takes the file, and returns the function that is served.
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +43,6 @@ class Computations(TorchDispatchMode):
 
 def launching(file: str) -> Callable[[Inputs, str], dict]:
     """Serve launches: (values by name, order of the programs) -> what was seen."""
-    sys.modules.setdefault(Path(file).stem, None)  # a file that imports its own name has no such
     launch = load_function(file, "launch")
 
     def launched(values: Inputs, order: str) -> dict:
