@@ -92,7 +92,7 @@ def attributes_put_back(owner: object) -> Iterator[None]:
 @contextlib.contextmanager
 def imported_instead(kernel, file):
     """`import kernel` gives this file meanwhile, also to the tests, which are imported anew."""
-    names = [name for name in (kernel, *modules_of_tests(), *IMPORTERS) if name in sys.modules]
+    names = {kernel, *modules_of_tests(), *IMPORTERS} & sys.modules.keys()
     before = {name: sys.modules.pop(name) for name in names}
     spec = importlib.util.spec_from_file_location(kernel, file)
     sys.modules[kernel] = importlib.util.module_from_spec(spec)

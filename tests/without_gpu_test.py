@@ -107,7 +107,7 @@ def too_wide(text: str) -> list[str]:
 def renderable() -> list[str]:
     names = sorted(path.stem for path in RESULTS.glob("*.json"))
     kinds = {name: load_record(name).get("kind") for name in names}
-    apart = {"durations", "published", "scaling", "sft"}
+    apart = {"durations", "judge", "published", "scaling", "sft"}
     apart |= {"fp8_costs", "trace_picture", "weight_values"}  # whose programs have left
     return [name for name in names if kinds[name] not in apart]
 
