@@ -79,6 +79,15 @@ def expect_kind(label: str, found: torch.Tensor, right: torch.Tensor) -> None:
         raise Wrong(f"{label} {kind_in_words(found)}, expected {kind_in_words(right)}")
 
 
+def off_by(
+    label: str, found: torch.Tensor, right: torch.Tensor, errors: tuple[float, float], given: Parts
+) -> Wrong:
+    """Return what to raise where a relative error, the first of `errors`, is above the second."""
+    error, allowed = (f"{each:.1e}" for each in errors)
+    words = f"relative error {error}, allowed {allowed}; given {in_words(given)}"
+    return Wrong(f"{label}{where_they_differ(found, right)}; {words}")
+
+
 def match_float64(subject: Subject, inputs: Parts, douts: Parts) -> None:
     """Raise Wrong unless a call gives float64's outputs and gradients, as the comparator asks.
 
@@ -93,9 +102,7 @@ def match_float64(subject: Subject, inputs: Parts, douts: Parts) -> None:
         label = check.name.removeprefix(f"{subject} ")
         part = label.partition(" ")[0]
         if not check.passed:
-            where = where_they_differ(found[part], ref64[part])
-            error = f"relative error {check.error:.1e}, allowed {check.allowed:.1e}"
-            raise Wrong(f"{label}{where}; {error}; given {in_words(kept)}")
+            raise off_by(label, found[part], ref64[part], (check.error, check.allowed), kept)
 
 
 def expect_same(

@@ -1,11 +1,11 @@
 """All contracts of a differentiable function, and the verdicts on one.
 
-`verdicts` asks a subject of this project, or somebody else's function what that has in common with
-a subject (`of_callable`).  The tests ask each subject of this project the same, case by case
+`verdict_of` asks a subject of this project, or what somebody else's function has in common with it
+(`of_callable`).  The tests ask the same of each subject of this project, case by case
 (tests/contracts.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,11 +79,3 @@ def verdict_of(subject: Subject, asked: Contract) -> Verdict:
     if n_cases == 0:
         return Verdict(asked.name, "not tried", words=reason)
     return Verdict(asked.name, "holds", n_cases)
-
-
-def verdicts(subject: Subject, names: Iterable[str] = ()) -> Iterator[Verdict]:
-    """Yield the verdict of each contract, or of the named ones, up to its first broken case."""
-    names = set(names)
-    for name, asked in CONTRACTS.items():
-        if (name in names or not names) and (subject.recorded or not asked.of_record):
-            yield verdict_of(subject, asked)

@@ -4,7 +4,7 @@ The changes of parameters are compared: a step is so small beside a parameter th
 hide behind it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import TemporaryFile
@@ -15,9 +15,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from harness.benchmark.checking import FLOOR, compare
 from judging.circumstances import OTHER_DEFAULTS, default_dtype
-from judging.comparing import expect_same, in_words, where_they_differ
+from judging.comparing import expect_same, off_by
 from judging.contract import Contract, NotTried, Wrong, contract
-from judging.contracts import Verdict, verdict_of
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from subjects.subject import normals
 
@@ -124,11 +123,8 @@ def match_steps(subject, starts: Tensors, grads: list[Tensors], given=None, **ho
         check = compare(name, ours, exact, theirs, dtype if dtype in FLOOR else FP32)
         allowed = check.allowed + subject.moment_error
         if not check.error <= allowed:
-            raise Wrong(
-                f"after {len(grads)} steps {name}the change{where_they_differ(ours, exact)}; "
-                f"relative error {check.error:.1e}, allowed {allowed:.1e}; "
-                f"given {in_words(named(before))}"
-            )
+            label = f"after {len(grads)} steps {name}the change"
+            raise off_by(label, ours, exact, (check.error, allowed), named(before))
     return found
 
 
@@ -329,9 +325,3 @@ def the_unusual_is_refused_or_right(subject, given):
 
 
 OPTIMIZER_CONTRACTS = {each.name: each for each in vars().values() if isinstance(each, Contract)}
-
-
-def optimizer_verdicts(subject: OptimizerSubject, names: Iterable[str] = ()) -> Iterator[Verdict]:
-    """Yield the verdict of each contract of optimizers, or of the named ones."""
-    for name in names or OPTIMIZER_CONTRACTS:
-        yield verdict_of(subject, OPTIMIZER_CONTRACTS[name])

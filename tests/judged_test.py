@@ -7,12 +7,13 @@ import pytest
 import torch.nn.functional as F
 
 from harness.cli.device import HAS_GPU
-from judging.contracts import CONTRACTS
+from judging.contracts import CONTRACTS, verdict_of
+from judging.optimizers import OPTIMIZER_CONTRACTS
 from next_steps.comparisons import judged
 from subjects import SUBJECTS
 
-NUMBERS = ("outputs_and_gradients_match_float64",)
-STEPS = ("steps_match_float64",)
+NUMBERS = CONTRACTS["outputs_and_gradients_match_float64"]
+STEPS = OPTIMIZER_CONTRACTS["steps_match_float64"]
 # libraries in PyTorch's operations, whose calls have the real ones' names and order of arguments
 STAND_INS = {
     "quack": SimpleNamespace(
@@ -33,12 +34,11 @@ STAND_INS = {
 }
 
 
-def outcomes(name, library, names=NUMBERS):
-    return {
-        (label, verdict.outcome, verdict.words)
-        for label, function in judged.found(name, library)
-        for verdict in judged.verdicts_of(judged.asked_as(name, label, function), names)
-    }
+def outcomes(name, library):
+    asked, found = STEPS if name in judged.OPTIMIZERS else NUMBERS, {}
+    for label, function in judged.found(name, library):
+        found[label] = verdict_of(judged.asked_as(name, label, function), asked)
+    return {(label, verdict.outcome, verdict.words) for label, verdict in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,7 @@ def outcomes(name, library, names=NUMBERS):
     ],
 )
 def test_pytorch_and_ours_hold(name, library, labels):
-    names = STEPS if name in judged.OPTIMIZERS else NUMBERS
-    assert outcomes(name, library, names) == {(label, "holds", "") for label in labels}
+    assert outcomes(name, library) == {(label, "holds", "") for label in labels}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_picture import rate_at
 from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
 from harness.cli.tables import Column, Table, formatted
+from judge import OUTCOMES
 from judging.compile_targets import COMPILE_TARGETS
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
 from tools.page_records import RESULTS, load_record, page_table, per_cent, times
 
-COUNTED = "holds", "wrong", "refused", "limit"
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
 PLAYBOOK_ROWS = {specs.EAGER, "F.rms_norm", IN_BF16, specs.OURS, specs.IN_PLACE}
@@ -252,10 +252,11 @@ def fp8_products() -> str:
 
 def judged_table() -> str:
     """Count each function's verdicts, but for the losses that are not averaged."""
+    *counted, _not_tried = OUTCOMES
     rows = []
     for name, verdicts in load_record("judged")["judged"].items():
         subject, label = name.split(": ")
         n = Counter(verdict["outcome"] for verdict in verdicts)
         if not subject.endswith("_rows"):
-            rows.append([f"`{subject}`", label, *(str(n[outcome] or "") for outcome in COUNTED)])
+            rows.append([f"`{subject}`", label, *(str(n[outcome] or "") for outcome in counted)])
     return page_table(rows, "subject | whose | holds | wrong | refused | limit")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from exercises.grading.words import section
+from exercises.grading.words import sections_of
 from harness.benchmark.checking import DTYPE_NAME
 from harness.cli.device import DEVICE
 from kernel_support import triton
@@ -96,7 +96,7 @@ class Formula:
     """
 
     def __init__(self, *sections: str, parts: tuple[str, ...]):
-        lines = [line for name in sections for line in section("formulas.txt", name)]
+        lines = [line for name in sections for line in sections_of("formulas.txt")[name]]
         slips = [re.fullmatch(r"(\S.*?) ->(.*?) :: (.+)", line) for line in lines]
         self.parts = parts  # what the lines compute for the comparison
         self.lines = "\n".join(line[4:] for line in lines if line.startswith(" "))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from exercises.grading.elementwise import ADAMW, ADD, ROPE_BACKWARD, SWIGLU_BACKWARD, TILE
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
@@ -23,7 +22,9 @@ from exercises.grading.losses import (
 )
 from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
 from harness.benchmark.checking import compare
+from harness.cli.device import DEVICE
 from judging.judged_file import Stopped
+from judging.layouts import Layout
 from judging.pretended_gpu import description_of
 
 EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
@@ -91,15 +92,9 @@ def grade(exercise: Exercise, run: Run, compiled: Callable[[], list[str]] = list
 
 
 def placed(values: torch.Tensor, gap: int) -> torch.Tensor:
-    """Return a copy whose dimensions lie in memory in the same order, with a gap behind each row.
-
-    A gap of floating-point numbers holds NaN.
-    """
+    """Return a copy whose dimensions lie in the same order, with a gap behind each row."""
     order = sorted(range(values.ndim), key=lambda dim: -values.stride(dim))
-    filling = torch.nan if values.is_floating_point() else 0
-    memory = F.pad(values.permute(order), (0, gap * (values.ndim > 1)), value=filling).contiguous()
-    inner = memory[..., : values.shape[order[-1]]]
-    return inner.permute([order.index(dim) for dim in range(values.ndim)])
+    return Layout(tuple(order), (1,) * values.ndim, gap * (values.ndim > 1)).place(values)
 
 
 def arguments(exercise: Exercise, case: Case) -> tuple[Inputs, Inputs]:
@@ -133,7 +128,7 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
         seen = run(values, case.order)
     except Stopped as stopped:
         return [str(stopped)]
-    tensors = {name: t.to(inputs_device(inputs)) for name, t in seen["tensors"].items()}
+    tensors = {name: t.to(DEVICE) for name, t in seen["tensors"].items()}
     changed = {n: not same(t, values[n].to(t.device)) for n, t in tensors.items()}
     read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
     written = {name: t for name, t in tensors.items() if name not in read}
@@ -153,10 +148,6 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     if found:  # wrong numbers follow from these
         return found if is_first else found + asked
     return wrong + asked if wrong else []
-
-
-def inputs_device(inputs: Inputs) -> torch.device:
-    return next(t.device for t in inputs.values() if isinstance(t, torch.Tensor))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

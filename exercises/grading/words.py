@@ -3,6 +3,8 @@
 words.txt has them.  A hint names an idea, the next one the function of Triton, the third the line.
 """
 
+import functools
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,24 +18,25 @@ class Words(NamedTuple):
     hints: tuple[str, str, str]
 
 
-def section(file: str, name: str) -> list[str]:
-    """Return the lines below [name] of a text file beside this one, up to an empty line."""
-    text = (Path(__file__).parent / file).read_text()
-    return text.partition(f"[{name}]\n")[2].partition("\n\n")[0].splitlines()
+@functools.cache
+def sections_of(file: str) -> dict[str, list[str]]:
+    """Return the lines below each [name] of a text file beside this one, in the file's order."""
+    found = {}
+    for line in (Path(__file__).parent / file).read_text().splitlines():
+        if named := re.fullmatch(r"\[(\w+)\]", line):
+            found[named[1]] = []
+        elif line:
+            found[[*found][-1]].append(line)
+    return found
 
 
-def words_of(name: str) -> Words:
-    texts = [line.partition(": ")[2] for line in section("words.txt", name)]
+def words_in(lines: list[str]) -> Words:
+    texts = [line.partition(": ")[2] for line in lines]
     return Words(*texts[:3], tuple(texts[3:]))
 
 
 # in the order of the lessons
-NAMES = (
-    *("add", "tile", "rmsnorm_forward", "rmsnorm_dx", "rmsnorm_dw", "online_softmax"),
-    *("cross_entropy", "cross_entropy_inplace", "swiglu_backward", "rope_backward", "adamw"),
-    *("residual_norm", "softmax_fast"),
-)
-WORDS = {name: words_of(name) for name in NAMES}
+WORDS = {name: words_in(lines) for name, lines in sections_of("words.txt").items()}
 
 
 def page() -> str:

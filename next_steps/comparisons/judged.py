@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from harness.benchmark.benchmarking import Implementation
 from harness.cli.device import HAS_GPU
-from judging.contracts import Verdict, of_callable, verdicts
-from judging.optimizers import OPTIMIZERS, OptimizerSubject, optimizer_verdicts
+from judging.contracts import of_callable
+from judging.optimizers import OPTIMIZERS, OptimizerSubject
 from next_steps.comparisons import benchmark_peers as peers
 from subjects import SUBJECTS, rope
 from subjects.rmsnorm import EPS
@@ -298,8 +298,3 @@ def asked_as(name: str, label: str, function: Callable) -> Subject | OptimizerSu
         return inputs | dict(zip(("cos", "sin"), angles)), douts
 
     return replace(subject, make=make)
-
-
-def verdicts_of(subject: Subject | OptimizerSubject, names=()) -> Iterator[Verdict]:
-    ask = optimizer_verdicts if isinstance(subject, OptimizerSubject) else verdicts
-    return ask(subject, names)
