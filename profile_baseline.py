@@ -13,8 +13,8 @@ that the GPU runs.  A kernel knows the operation that launched it, but `aten::mu
 the loss or AdamW.  To tell these apart, the script opens named ranges around parts of the model,
 and finds the range that each kernel was launched for (harness/profiling/attribution.py).
 
-Without a GPU the CPU time of each operation takes the kernels' place.  What the numbers mean:
-harness/profiling/diagnose.py.
+Without a GPU the CPU time of each operation takes the kernels' place, and the diagnosis has bytes
+alone.  What the numbers mean: harness/profiling/diagnose.py.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from harness.cli import command_line
 from harness.cli.flags import OF_PROFILER, OF_TRAINING, FlagParser, of_kernels
 from harness.cli.output_files import check_outputs
-from harness.cli.tables import NO_GPU_NOTE, title
+from harness.cli.tables import NO_GPU_NOTE, not_shown, title
 from harness.cli.workload import Workload, workload_line
 from harness.profiling import profile_tables
 from harness.profiling.kernel_facts import KERNELS
@@ -161,17 +161,23 @@ def take_steps(training, workload: Workload, stream, trace_file: str, stacks: bo
 def render(record: dict) -> str:
     """Return everything that the script prints about a run."""
     device = record["device"]
-    kind = "GPU" if device == "CUDA" else "CPU"
+    on_gpu = device == "CUDA"
     heading = [environment_line(record["environment"]), workload_line(record)]
     if record.get("cuda_graph"):
         heading.append(profile_tables.OF_A_GRAPH)
-    blocks = [
-        "\n".join(heading),
-        f"{title(f'Top {profile_tables.MOST_ROWS} {device} Operations by Total {kind} Time')}\n"
-        f"{profile_tables.operations_table(record)}",
-        profile_tables.breakdown_table("Category", record["categories"], device),
-        profile_tables.breakdown_table("Phase", record["phases"], device),
-        profile_tables.totals(record),
+    blocks = ["\n".join(heading)]
+    if on_gpu or not record["kernels"]:
+        by_time = f"{device} Operations by Total {'GPU' if on_gpu else 'CPU'} Time"
+        blocks += [
+            f"{title(f'Top {profile_tables.MOST_ROWS} {by_time}')}\n"
+            f"{profile_tables.operations_table(record)}",
+            profile_tables.breakdown_table("Category", record["categories"], device),
+            profile_tables.breakdown_table("Phase", record["phases"], device),
+        ]
+    else:
+        blocks.append(not_shown("operations' times are"))
+    blocks += [
+        *([profile_tables.totals(record)] if on_gpu else []),
         profile_tables.diagnosis(record),
         f"Chrome trace: {record['trace']} ({record['trace_bytes'] / 1e6:.1f} MB); "
         "open it in https://ui.perfetto.dev",

@@ -73,13 +73,26 @@ def little_validation(monkeypatch):
 
 @pytest.fixture
 def run_script(monkeypatch, capsys):
-    """run_script(module, "--flag", ...) -> Outcome, through sys.argv, main() and exit code."""
+    """run_script(module, "--flag", ...) -> Outcome, through sys.argv, main() and exit code.
+
+    `out` has its lines as they were before they were broken to fit a terminal.
+    """
+    fitted, whole = command_line.fitted, []
+
+    def keep(text: str) -> str:
+        whole.append(text)
+        return fitted(text)
 
     def run(script, *flags: str) -> Outcome:
+        whole.clear()
+        monkeypatch.setattr(command_line, "fitted", keep)
         monkeypatch.setattr("sys.argv", [f"{script.__name__}.py", *flags])
         with pytest.raises(SystemExit) as stop:
             command_line.run_main(script.main)
-        return Outcome(stop.value.code, *capsys.readouterr())
+        printed, err = capsys.readouterr()
+        wide = [line for line in printed.splitlines() if len(line) > command_line.TERMINAL]
+        assert not [line for line in wide if " " in line.strip()]  # a long path stays whole
+        return Outcome(stop.value.code, "".join(whole), err)
 
     return run
 

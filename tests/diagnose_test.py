@@ -13,8 +13,8 @@ import pytest
 
 import profile_baseline
 from harness.cli.command_line import UserError
-from harness.cli.device import DEVICE
-from harness.cli.tables import NOT_MEANINGFUL, OF_STEPS, TIMES_OF_KERNELS
+from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.tables import OF_STEPS, TIMES_OF_KERNELS, not_shown
 from harness.cli.workload import Workload
 from harness.data import dataset
 from harness.model import architecture
@@ -78,7 +78,7 @@ def test_fp8_has_a_ceiling_of_its_own_and_the_power_stands_beside_the_ceilings()
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(2e6 / 0.1e6 + 6e6 / 0.2e6)
     line = profile_tables.ceilings_line(record)
-    assert line.endswith("; FP8 matmul 200.0 GFLOP/s")
+    assert "FP8 matmul 200.0 GFLOP/s (back to back); they meet at 100 FLOP/byte" in line
     del record["ceilings"]["fp8_tflops"]  # of a CPU
     (matmul,) = diagnose.judge_categories(record).values()
     assert matmul.flops_us == pytest.approx(8e6 / 0.1e6)
@@ -129,13 +129,9 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
 
 
 def test_no_part_gains_more_than_the_step_it_was_measured_in_and_none_at_its_ceiling():
-    """A CPU's step under the profiler may take a hundred times as long as the others, or the
-    other way round; a GPU's kernels may run beside each other."""
-    optimizer = part(64_000.0, n_bytes=8e3)
-    record = made_up(optimizer=optimizer) | {"busy_us": 64e3, "profiled_step_ms": 80.0}
-    for device, gain in (("CPU", -100 * (64 - 0.007 / 0.9) / 80), ("CUDA", -100.0)):
-        profile = record | {"device": device, **({"timeline": None} if device == "CPU" else {})}
-        assert f"step {gain:.1f} % (Amdahl)" in profile_tables.diagnosis(profile)
+    """A GPU's kernels may run beside each other."""
+    record = made_up(optimizer=part(64_000.0, n_bytes=8e3)) | {"busy_us": 64e3}
+    assert "step -100.0 % (Amdahl)" in profile_tables.diagnosis(record)
     record = made_up(matmul=part(100.0, n_bytes=1e3, flops=9.5e6))  # at its ceiling
     assert diagnose.ranking(record) == []
     nothing = "no part of it could make the step 0.1 % shorter."
@@ -220,7 +216,7 @@ def test_three_measurements_tell_the_loader_from_the_step(alone_ms, waited_ms, v
 @pytest.mark.parametrize(
     ("idle_us", "found", "verdict"),
     [
-        (300.0, 0, "2. Does the host wait for the GPU in it?  No: no operation does."),
+        (300.0, 0, "2. Does the host wait for the GPU in the step?  No: no operation does."),
         (300.0, 32, "and then the GPU for the host: host-synchronization at 32 x aten::item (forw"),
         (0.0, 32, "Yes, while the GPU had enough to do: 32 x aten::item (forward)."),
         (None, 32, "It would, on a GPU: host-synchronization at 32 x aten::item (forward)."),
@@ -389,15 +385,7 @@ def texts_of_roofline(tmp_path, pyplot):
     return draw
 
 
-def test_the_roofline_has_what_was_interpreted_and_what_only_one_of_two_profiles_has(
-    texts_of_roofline,
-):
-    before, after = (record | {"device": "CPU", "timeline": None} for record in before_and_after())
-    after["environment"] = before["environment"] | {"gpu": None}
-    before["categories"]["optimizer"]["flops"] = 1e4
-    said = [text for text in texts_of_roofline([before, after]) if text.startswith("optimizer")]
-    # the bytes of the kernel that took its place are unknown
-    assert len(said) == 1 and said[0].endswith("% of its ceiling → interpreted")
+def test_the_roofline_has_what_only_one_of_two_profiles_has(texts_of_roofline):
     before, after = before_and_after()
     before["categories"]["activation"] = part(100.0, n_bytes=20e3, flops=1e4)
     after["categories"]["fp8 casts"] = part(100.0, n_bytes=20e3, flops=1e4)
@@ -451,7 +439,9 @@ def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(compare, key, w
 
 
 @pytest.mark.exhaustive
-def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, monkeypatch):
+def test_a_diagnosis_is_printed_and_drawn_on_a_cpu_of_bytes_alone(
+    run_script, tmp_path, monkeypatch
+):
     monkeypatch.setattr(profile_baseline, "TIMED_STEPS", 1)
     files = {"json": "json", "trace": "trace", "plot": "plot.png"}
     outputs = [f"--{flag}={tmp_path / name}" for flag, name in files.items()]
@@ -459,23 +449,27 @@ def test_on_the_cpu_it_is_said_that_times_mean_nothing(run_script, tmp_path, mon
     outcome = run_script(profile_baseline, *small, "--kernels", "rmsnorm", *outputs)
     assert outcome.code == 0, outcome.err
     record = read_record(str(tmp_path / "json"), "profile")
-    assert profile_tables.diagnosis(record) in outcome.out and is_picture(tmp_path / "plot.png")
-    if record["device"] == "CPU":
-        assert f"Diagnosis{NOT_MEANINGFUL}" in outcome.out
-        assert "kernels of ours are interpreted, and not counted" in outcome.out
-        assert "normalization" not in diagnose.judge_categories(record)
+    assert profile_tables.diagnosis(record) in outcome.out
     assert len(diagnose.judge_categories(record)) >= 7
-    assert outcome.out.count("\nLargest recoverable cost:  ") == 1
+    if record["device"] == "CPU":
+        says = not_shown("ceilings, verdicts and gains are"), not_shown("the roofline is")
+        assert all(sentence in outcome.out for sentence in says)
+        assert not (tmp_path / "plot.png").exists()
+        assert "normalization" not in diagnose.judge_categories(record)
+        assert not re.search(r"\d (ms|us|GB/s|.?FLOP/s|%)|-bound|nothing is left", outcome.out)
+    else:
+        assert is_picture(tmp_path / "plot.png")
+        assert outcome.out.count("\nLargest recoverable cost:  ") == 1
 
 
 # ---------------------------------------------------------------- planted causes
 
 
 def profile_tiny(tmp_path) -> tuple[dict, str]:
-    """The record of a small profile, and its diagnosis."""
+    """The record of a small profile, and what it says of waiting."""
     workload = Workload(model="tiny", dtype="fp32", seq_len=8, warmup=1)
     record = profile_baseline.profile_training(workload, str(tmp_path / "trace.json"), False)
-    return record, profile_tables.diagnosis(record)
+    return record, "\n".join(profile_tables.waiting_lines(record))
 
 
 SLEEP_MS = 300.0  # far longer than a step of the tiny model
@@ -520,7 +514,8 @@ def test_an_item_in_every_layer_is_named(tmp_path, monkeypatch):
     _, text = profile_tiny(tmp_path)
     n_layers = architecture.tiny_config().num_hidden_layers
     assert f"host-synchronization at {n_layers} x aten::item (forward)" in text
-    assert "it is not the loader." in text
+    if HAS_GPU:  # a CPU takes no time for the step beside which the loader's would be little
+        assert "it is not the loader." in text
 
 
 class SlowLoader:
@@ -571,7 +566,7 @@ def test_on_a_gpu_recording_kernels_costs_little_and_finds_what_waits(tmp_path, 
     findings = diagnose.judge_categories(record)
     no_cache_holds = "matmul", "normalization", "activation", "optimizer"
     for name in no_cache_holds:
-        assert 0.4 < findings[name].share < 1.2, name
+        assert 0.4 < findings[name].share <= 1, name
     assert findings["matmul"].verdict == "compute-bound"
     assert findings["optimizer"].verdict == "bandwidth-bound"
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,14 +58,15 @@ def made_up_record(gpu: str | None) -> dict:
 # ---------------------------------------------------------------- what is printed
 
 
-@pytest.mark.parametrize("gpu", ["Made Up", None])
-def test_the_table_from_a_record(gpu, monkeypatch):
+def printed_lines(gpu: str | None) -> list[str]:
+    return [" ".join(line.split()) for line in ladder.render(made_up_record(gpu)).splitlines()]
+
+
+def test_the_table_from_a_record(monkeypatch):
     monkeypatch.setattr(tables, "TERMINAL", 200)  # a table in one piece
-    lines = [" ".join(line.split()) for line in ladder.render(made_up_record(gpu)).splitlines()]
+    lines = printed_lines("Made Up")
     assert "Model: tiny, 1,234 parameters, random weights, bf16; 4 x 2 tokens, 2 steps" in lines[1]
-    busy = (
-        f"4,321 GB/s; the baseline keeps the {'GPU' if gpu else 'CPU'} busy for 95.5 ms of a step"
-    )
+    busy = "4,321 GB/s; the baseline keeps the GPU busy for 95.5 ms of a step"
     assert lines[2] == f"Copy rate measured in this run: {busy}"
     for row in (
         "baseline n/a n/a 100.0 (99.5 to 1,100.0) n/a 80 1.00 10.0 1.00 0.0e+00",
@@ -75,7 +77,16 @@ def test_the_table_from_a_record(gpu, monkeypatch):
     ):
         assert row in lines
     assert lines[-1] == "Not measured: somebody failed: a sentence"
-    assert any(tables.NOT_MEANINGFUL in line for line in lines) == (gpu is None)
+
+
+def test_without_a_gpu_the_ladder_tells_losses_alone(tmp_path, capsys):
+    lines = printed_lines(None)
+    assert tables.not_shown("times and gains are") in lines
+    assert {"+ adamw 0.0e+00 2.0000", "Liger-Kernel, fused AdamW 1.0e-02 2.0000"} < {*lines}
+    assert not any(word in line for line in lines for word in (" ms", "GB", "okens/s", "100.0"))
+    assert lines[-1] == "Not measured: somebody failed: a sentence"
+    ladder.plot([made_up_record(None)], str(tmp_path / "ladder.png"))
+    assert "not shown" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.exhaustive
@@ -189,6 +200,9 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
             FlagParser("", FLAGS[script]).parse_args([*TINY, "--dtype", "bf16", *flags])
     printed = capsys.readouterr().out
     assert f"The ladder is {len(calls)} runs, each in a process of its own" in printed
+    assert f"minutes in all:\n1 of {len(calls)}: profile" in printed or has_gpu
+    announced = re.findall(rf"^(\d+) of {len(calls)}: ", printed, flags=re.MULTILINE)
+    assert [*map(int, announced)] == [*range(1, len(calls) + 1)]
     assert record["absent"] == ["one opponent failed"] * (1 + has_gpu)
     assert printed.count("Not measured: one opponent failed") == 1 + has_gpu
     assert ladder.render(record) in printed

@@ -331,7 +331,9 @@ def test_printed_text_is_the_rendered_record_and_rendering_changes_nothing(finis
     stdout, record = finished
     before = copy.deepcopy(record)
     for _ in range(2):
-        assert stdout.startswith(sweep_tables.render_sweep(record) + "\nRecord written to ")
+        assert stdout.startswith(
+            command_line.fitted(sweep_tables.render_sweep(record)) + "\nRecord written to"
+        )
     assert record == before
 
 
@@ -339,6 +341,5 @@ def test_printed_text_is_the_rendered_record_and_rendering_changes_nothing(finis
 def test_nothing_is_advised_from_times_of_the_interpreter(finished):
     stdout, _ = finished
     assert stdout.startswith(tables.NO_GPU_NOTE)
-    for sentence in (tables.NOT_MEANINGFUL, "nothing follows from them for the file."):
-        assert stdout.count(sentence) == 7
-    assert "The file carries" not in stdout
+    for times in ("The file carries", "% of copy", "Ceilings", "n/a"):
+        assert times not in stdout

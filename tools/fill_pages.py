@@ -108,8 +108,8 @@ def render(names: list[str]) -> str:
 
 def finetune_output(record: dict) -> str:
     """Return every step's line and the result block."""
-    n_steps = record["steps"]
-    steps = [run_text.step_line(i, n_steps, record) for i in range(1, n_steps + 1)]
+    n_steps, on_gpu = record["steps"], record["environment"]["gpu"] is not None
+    steps = [run_text.step_line(i, n_steps, record, on_gpu) for i in range(1, n_steps + 1)]
     return "\n".join([*steps, "", run_text.result_block(record)])
 
 

@@ -3,8 +3,14 @@
 from collections import Counter
 
 from harness.benchmark import benchmark_specs as specs
-from harness.benchmark.benchmark_picture import rate_at
-from harness.benchmark.benchmark_tables import CLOCK_KEYS, clock, error_columns, megabytes
+from harness.benchmark.benchmark_tables import (
+    CLOCK_KEYS,
+    clock,
+    error_columns,
+    megabytes,
+    rate_at,
+    share_in_words,
+)
 from harness.cli.tables import Column, Table, formatted
 from judge import OUTCOMES
 from judging.compile_targets import COMPILE_TARGETS
@@ -44,9 +50,8 @@ class RecordedRow(dict):
     def share(self, us: float | None) -> str:
         """The share of the ceiling that `us` microseconds reach."""
         rate = specs.SPECS[self.section["kernel"]].rate
-        if us is None or self[rate.key] is None:
-            return "n/a"
-        return per_cent(rate_at(rate, self, us) / self.record[rate.ceiling_key])
+        reached = None if us is None or self[rate.key] is None else rate_at(rate, self, us)
+        return share_in_words(self.record, rate, reached, ".0%").replace("%", " %")
 
 
 def recorded_rows(name: str, tokens: str = "all") -> tuple[specs.Spec, list[RecordedRow]]:

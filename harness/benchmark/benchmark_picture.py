@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
-from harness.benchmark.benchmark_tables import sections_of
-from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
+from harness.benchmark.benchmark_tables import ceiling_of, clocks, rate_at, sections_of
+from harness.cli.tables import not_shown, pyplot, save_plot
 from harness.records.run_records import gpu_line
 
 MOST_BARS = 2  # places along x are drawn as bars: a line needs more points to say anything
@@ -70,19 +70,8 @@ def panels(record: dict) -> Iterator[tuple[str, str, str, list[tuple[int, dict]]
             yield kernel, title, spec.rows.lower(), points
 
 
-def clocks(row: dict) -> dict[str, float]:
-    """Return microseconds by clock: kernels alone, if they were measured, and host included."""
-    found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
-    return {clock: us for clock, us in found.items() if us is not None}
-
-
-def rate_at(rate: Rate, row: dict, us: float) -> float:
-    """Return the GB/s or TFLOP/s of the row's work in `us`; the record has it for the total."""
-    return row[rate.key] * row["total_us"][1] / us
-
-
 def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
-    """Draw a line at the measured ceiling, and its name beyond the line."""
+    """Draw a line at the ceiling, and its name beyond the line."""
     (panel.axvline if vertical else panel.axhline)(ceiling, color="black", linewidth=1)
     if vertical:
         place = {"xy": (ceiling, 1), "xycoords": ("data", "axes fraction"), "xytext": (14, -5)}
@@ -90,7 +79,9 @@ def draw_ceiling(panel, ceiling: float, rate: Rate, vertical: bool) -> None:
     else:
         place = {"xy": (0, ceiling), "xycoords": ("axes fraction", "data"), "xytext": (5, 3)}
         place |= {"va": "bottom"}
-    panel.annotate(f"measured {rate.ceiling} rate", textcoords="offset points", **place)
+    words = f"best {rate.ceiling} rate"
+    words += "; beyond it: from the cache" if rate is specs.BANDWIDTH else ""
+    panel.annotate(words, textcoords="offset points", **place)
 
 
 def draw_bars(panels, name: str, along: str, rate: Rate, points: list, ceiling: float) -> None:
@@ -161,7 +152,10 @@ def draw_lines(pair, name: str, along: str, rate: Rate, points: list, ceiling: f
 
 
 def plot(record: dict, path: str) -> None:
-    """Draw for each kernel, by both clocks, times over tokens or sizes, and rates."""
+    """Draw for each kernel, by both clocks, times over tokens or sizes, and rates; on a GPU."""
+    if record["environment"]["gpu"] is None:
+        print(not_shown("a picture of times and rates is"))
+        return
     parts = list(panels(record))
     few = [len({x for x, _ in points}) <= MOST_BARS for *_, points in parts]
     columns = 2 if any(len({x for x, _ in points}) > 1 for *_, points in parts) else 1
@@ -170,12 +164,11 @@ def plot(record: dict, path: str) -> None:
     figure, axes = pyplot().subplots(len(parts), columns, **how)
     for (kernel, added, along, points), pair, bars in zip(parts, axes, few):
         spec = SPECS[kernel]
-        ceiling, name = record[spec.rate.ceiling_key], spec.title + added
+        ceiling, name = ceiling_of(record, spec.rate), spec.title + added
         (draw_bars if bars else draw_lines)(pair, name, along, spec.rate, points, ceiling)
     env = record["environment"]
-    mark = "" if env["gpu"] else NOT_MEANINGFUL
     figure.suptitle(
-        f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}{mark}"
+        f"{gpu_line(env)}, {record['dtype']}, PyTorch {env['torch']}, Triton {env['triton']}"
         + ("\nfull bars: the kernels alone; frames: one call, host included" if any(few) else "")
     )
     save_plot(figure, path)

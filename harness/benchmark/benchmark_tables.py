@@ -1,20 +1,58 @@
 """What the benchmark prints: the playbook's tables, every implementation, all sizes of a kernel."""
 
 from harness.benchmark import benchmark_specs as specs
-from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS
+from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
 from harness.cli.tables import NO_GPU_NOTE, Column, Table, formatted, table, title
-from harness.records.run_records import ceilings_card, gpu_line
+from harness.records.run_records import ceilings_card, environment_line, gpu_line
+from harness.steps.gpus import memory_gbs
+
+FROM_CACHE = "cache"  # in place of a share: faster than anything that came from the memory
 
 
 def sections_of(record: dict, kernel: str) -> list[dict]:
     return [section for section in record["sections"] if section["kernel"] == kernel]
 
 
+def clocks(row: dict) -> dict[str, float]:
+    """Return microseconds by clock: kernels alone, if they were measured, and host included."""
+    found = {"kernels alone": row["kernels_us"], "host included": row["total_us"][1]}
+    return {clock: us for clock, us in found.items() if us is not None}
+
+
+def rate_at(rate: Rate, row: dict, us: float) -> float:
+    """Return the GB/s or TFLOP/s of the row's work in `us`; the record has it for the total."""
+    return row[rate.key] * row["total_us"][1] / us
+
+
+def ceiling_of(record: dict, rate: Rate) -> float:
+    """Return the best of the measured copy or matmul rate and of the rows' rates by any clock.
+
+    Left out are rates that the memory cannot have: above the data sheet's, and in place, where a
+    kernel reads what it has just read once more, from the cache.
+    """
+    measured = record[rate.ceiling_key]
+    most = max(measured, memory_gbs(record["environment"]["gpu"]) or 0.0)
+    rates = [measured]
+    for section in record["sections"]:
+        if SPECS[section["kernel"]].rate is rate:
+            rows = (row for row in section["rows"] if row[rate.key] is not None)
+            rows = (row for row in rows if not row["implementation"].endswith("in place"))
+            rates += [rate_at(rate, row, us) for row in rows for us in clocks(row).values()]
+    return max(each for each in rates if rate is specs.COMPUTE or each <= most)
+
+
+def share_in_words(record: dict, rate: Rate, reached: float | None, spec: str) -> str:
+    """Return a rate's share of the ceiling, with a format of a share, or FROM_CACHE."""
+    ceiling = ceiling_of(record, rate)
+    if reached is not None and reached > ceiling:
+        return FROM_CACHE
+    return formatted(reached and reached / ceiling, spec)
+
+
 def share(record: dict, section: dict, row: dict | None) -> str:
-    """Return the row's GB/s or TFLOP/s as a percentage of the measured copy or matmul rate."""
+    """Return the row's GB/s or TFLOP/s as a percentage of the ceiling."""
     rate = SPECS[section["kernel"]].rate
-    reached = None if row is None else row[rate.key]
-    return formatted(None if reached is None else 100 * reached / record[rate.ceiling_key], ".0f")
+    return share_in_words(record, rate, row and row[rate.key], ".0%").removesuffix("%")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:
@@ -82,7 +120,7 @@ def playbook_table(record: dict, section: dict) -> str:
     """The playbook's: our kernel against PyTorch as Hugging Face calls it, forward + backward."""
     name, *headers = PLAYBOOK_TABLES[section["kernel"]]
     env = record["environment"]
-    lines = [title(name, env["gpu"]), gpu_line(env)]
+    lines = [title(name), gpu_line(env)]
     size = f"{section['size']:,}"
     if section["kernel"] == "cross_entropy":
         llama = " (LLaMA 3.1)" if section["size"] == specs.LLAMA_VOCAB else ""
@@ -105,10 +143,29 @@ def playbook_table(record: dict, section: dict) -> str:
     return "\n".join([*lines, ONE_CALL, "", table(headers, body, ["right"] * len(headers))])
 
 
-def full_table(record: dict, section: dict) -> str:
-    """Every implementation at every size."""
+def shape_in_words(record: dict, section: dict) -> str:
     spec, sizes = SPECS[section["kernel"]], specs.numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
+    return "; ".join([record["dtype"], *shape, f"{spec.judged} against float64"])
+
+
+def errors_table(record: dict, section: dict) -> str:
+    """Every implementation's errors: what a run without a GPU tells of them."""
+    spec, body = SPECS[section["kernel"]], []
+    for rows in rows_by_tokens(section).values():
+        body += [*([None] if body else []), *(row for row in rows.values() if row["errors"])]
+    columns = [
+        Column(spec.rows, "tokens", ",", align="right"),
+        Column("Implementation", "implementation", align="left"),
+        *error_columns(spec, "Error"),
+    ]
+    heading = [title(f"{spec.title}: every implementation"), shape_in_words(record, section)]
+    return "\n".join([*heading, *spec.notes, "", Table.of(columns, body, keys=2).text()])
+
+
+def full_table(record: dict, section: dict) -> str:
+    """Every implementation at every size."""
+    spec = SPECS[section["kernel"]]
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
     if spec.beside:
         work = [*work, f"{section['bytes_per_element']:.3f} bytes"]
@@ -116,10 +173,10 @@ def full_table(record: dict, section: dict) -> str:
         work = [str(spec.work), *work, f"{section['bytes_per_element'] // spec.work} bytes"]
     else:
         work = [f"{spec.work} FLOP", *work]
-    compilation = section["first_call_seconds"]  # None on a CPU
+    compilation = section["first_call_seconds"]
     lines = [
-        title(f"{spec.title}: every implementation", record["environment"]["gpu"]),
-        "; ".join([record["dtype"], *shape, f"times in us; {spec.judged} against float64"]),
+        title(f"{spec.title}: every implementation"),
+        f"{shape_in_words(record, section)}; times in us",
         f"{spec.rate.name}: {' x '.join(work)} / total p50",
         *spec.notes,
         *CLOCKS,
@@ -167,7 +224,7 @@ def summary_table(record: dict, kernel: str) -> str:
             body.append(cells)
     name = f"{spec.title}: all sizes, forward + backward, {record['dtype']}"
     lines = [
-        title(name, record["environment"]["gpu"]),
+        title(name),
         f"{ONE_CALL} Alone: the kernels without the host.",
     ]
     keys = len(spec.dimensions) + 1
@@ -177,14 +234,18 @@ def summary_table(record: dict, kernel: str) -> str:
 def render(record: dict) -> str:
     """Return everything that the script prints about its measurements."""
     env = record["environment"]
-    blocks = [] if env["gpu"] else [NO_GPU_NOTE]
-    blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
-    for section in record["sections"]:
-        if section["kernel"] in PLAYBOOK_TABLES:
-            blocks.append(playbook_table(record, section))
-        blocks.append(full_table(record, section))
-    several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]
-    blocks += [summary_table(record, kernel) for kernel in several]
+    if env["gpu"]:
+        rates = [ceiling_of(record, rate) for rate in (specs.BANDWIDTH, specs.COMPUTE)]
+        blocks = [ceilings_card(env, *rates)]
+        for section in record["sections"]:
+            if section["kernel"] in PLAYBOOK_TABLES:
+                blocks.append(playbook_table(record, section))
+            blocks.append(full_table(record, section))
+        several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]
+        blocks += [summary_table(record, kernel) for kernel in several]
+    else:
+        blocks = [f"{NO_GPU_NOTE}\n\n{environment_line(env)}"]
+        blocks += [errors_table(record, section) for section in record["sections"]]
     if record["absent"]:
         blocks.append("; ".join(record["absent"]))
     return "\n\n".join(blocks)

@@ -1,4 +1,4 @@
-"""How a script is called and how it ends: errors in one sentence, exit codes, Ctrl-C.
+"""How a script is called, prints and ends: errors in one sentence, exit codes, Ctrl-C.
 
 Every script ends with `command_line.run_main(main)`.  main() reads the flags, with modules that
 import no PyTorch, and only then imports what it runs: PyTorch takes seconds, so --help and a
@@ -9,14 +9,29 @@ import argparse
 import contextlib
 import errno
 import io
+import logging
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Collection
 
 from harness.cli.processes import world_size
+
+TERMINAL = 100  # columns: no line that a script prints is wider, unless it is a single word
+# How messages of libraries begin that ask nothing of a user.  Warnings:
+NOT_FOR_USERS = (
+    "TensorFloat32 tensor cores for float32",  # Inductor; products in fp32 are exact on purpose
+    r"\s*Online softmax is disabled",  # Inductor
+    "Warning: Profiler clears events",  # PyTorch, of a profiler that records a single cycle
+    r"Detected call of `lr_scheduler\.step\(\)",  # PyTorch: ours steps in the backward
+    "(invalid value|overflow|divide by zero) encountered",  # NumPy, in Triton's interpreter
+)
+# by logger: lines of a log
+NOT_FOR_USERS_LOGGED = {"torch._inductor.utils": "Not enough SMs to use max_autotune_gemm mode"}
 
 
 class UserError(Exception):
@@ -138,16 +153,52 @@ def run_child(command: list[str]) -> subprocess.CompletedProcess:
             signal.signal(number, signal.SIG_DFL)
 
 
+def fitted(text: str) -> str:
+    """Return a text whose lines are broken at blanks to fit TERMINAL; what follows is indented."""
+    lines = []
+    for line in text.split("\n"):
+        indent = line[: len(line) - len(line.lstrip())] + "  "
+        how = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
+        long = len(line) > TERMINAL
+        lines += textwrap.wrap(line, TERMINAL, **how) if long else [line]
+    return "\n".join(lines)
+
+
+class FittedOutput:
+    """A text stream that gets `fitted` lines."""
+
+    def __init__(self, stream: io.TextIOBase):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(fitted(text))
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def drop_messages() -> None:
+    """Drop messages that are in NOT_FOR_USERS or NOT_FOR_USERS_LOGGED, for the whole process."""
+    for message in NOT_FOR_USERS:
+        warnings.filterwarnings("ignore", message)
+    for name, text in NOT_FOR_USERS_LOGGED.items():
+        logging.getLogger(name).addFilter(lambda record, text=text: record.msg != text)
+
+
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script's main() and exit; an error of the user gets a sentence and no traceback.
+
+    Lines that are wider than TERMINAL are broken.
 
     Exit codes: 0; 1: failed while running; 2: bad input; 130: Ctrl-C; 128 + N: signal N ended the
     run, SIGPIPE (141) where the reader of a pipe is gone, as in `| head -1`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # None if whoever started the script closed it
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no "×" shows "?"
-    # what main() printed last is still in a buffer
-    leave(exit_code(main) or exit_code(flush))
+    drop_messages()
+    with contextlib.redirect_stdout(sys.stdout and FittedOutput(sys.stdout)):
+        # what main() printed last is still in a buffer
+        leave(exit_code(main) or exit_code(flush))
 
 
 def leave(code: int) -> None:

@@ -50,6 +50,7 @@ OPPONENTS = {
     "torchao-tensorwise": "torchao float8 tensorwise, compiled layers, fused AdamW",
     "torchao-rowwise": "torchao float8 rowwise, compiled layers, fused AdamW",
 }
+FP8_OPPONENTS = "unsloth-fp8", "torchao-tensorwise", "torchao-rowwise"
 
 # ---------------------------------------------------------------- the flags
 

@@ -6,24 +6,27 @@ from typing import NamedTuple
 
 import tabulate
 
+from harness.cli.command_line import TERMINAL
 from harness.cli.output_files import MARK, write_output
 
 tabulate.MIN_PADDING = 0  # of headings: tables fit a terminal of TERMINAL columns
-TERMINAL = 100
 RULE = "=" * 70
 NO_GPU_NOTE = (
     "No CUDA GPU found: everything runs on the CPU, Triton kernels through its interpreter,\n"
-    "with small shapes. Timings printed below are NOT meaningful."
+    "with small shapes. The interpreter's times say nothing of a GPU, so no speeds are shown."
 )
-NOT_MEANINGFUL = " (CPU: timings not meaningful)"
 # which clock a table's times are by
 OF_STEPS = "Times of steps: wall clock, from an idle GPU to an idle GPU; the host is in them."
 TIMES_OF_KERNELS = "Times of kernels: on the GPU; the host is not in them."
 
 
-def title(text: str, on_gpu: bool | str | None = True) -> str:
-    """Return a table's title, which says if the table's times are not meaningful."""
-    return f"{RULE}\n{text}{'' if on_gpu else NOT_MEANINGFUL}\n{RULE}"
+def title(text: str) -> str:
+    return f"{RULE}\n{text}\n{RULE}"
+
+
+def not_shown(what: str) -> str:
+    """Return why something is missing without a GPU; `what` ends with "is" or "are"."""
+    return f"The interpreter's times say nothing of a GPU: {what} not shown."
 
 
 class Column(NamedTuple):

@@ -15,7 +15,7 @@ from harness.cli.adapter_config import SHARING
 from harness.cli.flags import FP8_COMPACT
 from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.model.families import FAMILIES
-from harness.profiling.diagnose import flops_at_ceilings_us
+from harness.profiling.ceilings import flops_at_ceilings_us
 from harness.profiling.kernel_facts import RUNGS, Sizes, launch_of
 
 

@@ -1,7 +1,7 @@
 """What limits each part of a profiled step, what to do about it, and what that should gain.
 
-The run measures two ceilings: the copy rate and the matmul rate.  The verdict on a part of the step
-is one of six: bandwidth-, compute-, launch-, loader- or communication-bound, or
+There are two ceilings, the copy rate and the matmul rate (ceilings.py).  The verdict on a part of
+the step is one of six: bandwidth-, compute-, launch-, loader- or communication-bound, or
 host-synchronization.  docs/diagnosis.md explains ceilings and verdicts.
 
 There are two counts of bytes.  The bytes *moved*, from the shapes that the profiler recorded, tell
@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from harness.cli import flags
 from harness.cli.workload import Workload
 from harness.profiling import kernel_facts
+from harness.profiling.ceilings import ceilings_of, flops_at_ceilings_us
 from harness.profiling.kernel_facts import (
     ADAPTERS,
     DEQUANTIZATION,
@@ -31,7 +32,6 @@ from harness.records.spread import spread, timed
 TARGET = 0.9  # of a ceiling
 # share of the step: with less idle time short kernels wait in the GPU's queue, not for the host
 IDLE_SHARE = 0.02
-CPU_LOADING_SHARE = 0.25  # the same for a batch without a GPU, where no batch comes during a step
 LEAST_SHARE = 0.001  # of the step: a smaller gain gets no line
 MOST_VERDICTS = 12
 CUDA_GRAPH = "finetune_optimized.py --kernels all --cuda-graph"
@@ -68,9 +68,12 @@ class Finding:
     target_us: float = 0.0  # time of the necessary work, at TARGET of the ceiling
 
     @property
-    def share(self) -> float:
-        """Share of the ceiling that the part reaches."""
-        return max(self.bytes_us, self.flops_us) / self.us
+    def share(self) -> float | None:
+        """Share of the ceiling that the part reaches; None if its bytes come from the cache.
+
+        Then they come faster than any that came from the memory.
+        """
+        return None if self.bytes_us > self.us else max(self.bytes_us, self.flops_us) / self.us
 
     @property
     def needed(self) -> float:
@@ -137,20 +140,15 @@ def step_ms(record: dict) -> float:
 
 
 def parts_ms(record: dict) -> float:
-    """Return the time of the step that the profile's parts add up to, waiting for its batch too.
-
-    A CPU's operations are those of the step under the profiler, which may take far longer.
-    """
-    profiled_ms = record["profiled_step_ms"] if record["device"] == "CPU" else 0.0
-    ran_ms = max(profiled_ms or record["median_step_ms"], record["busy_us"] / 1e3)
+    """Return the time of the step that the profile's parts add up to, waiting for its batch too."""
+    ran_ms = max(record["median_step_ms"], record["busy_us"] / 1e3)
     return ran_ms + step_ms(record) - record["median_step_ms"]
 
 
 def waits_for_data(record: dict) -> bool:
     """Return True if the step waits for its batch for a large enough share of the step."""
     waited_ms = record.get("loading", {}).get("waited_ms", 0.0)
-    share = IDLE_SHARE if record["device"] == "CUDA" else CPU_LOADING_SHARE
-    return waited_ms > share * step_ms(record)
+    return waited_ms > IDLE_SHARE * step_ms(record)
 
 
 def loads_too_slowly(record: dict) -> bool:
@@ -164,19 +162,16 @@ def waits_in_words(record: dict) -> str:
     return ", ".join(f"{each['calls']:,} x {each['name']} ({each['phase']})" for each in found)
 
 
-def flops_at_ceilings_us(flops: float, fp8_flops: float, ceilings: dict) -> float:
-    """Return the time of FLOPs at the matmul rate; FP8's at the rate of FP8, if measured."""
-    matmul = ceilings["matmul_tflops"]
-    fp8 = ceilings.get("fp8_tflops", matmul)
-    return (flops - fp8_flops) / (1e6 * matmul) + fp8_flops / (1e6 * fp8)
+def judge(
+    name: str, part: dict, record: dict, rates: dict[str, float], category: str | None = None
+) -> Finding:
+    """Return the verdict on a row of the profile, by the ceilings' rates.
 
-
-def judge(name: str, part: dict, record: dict, category: str | None = None) -> Finding:
-    """Return the verdict on a row of the profile; `category` is its name if it is a category."""
-    ceilings, us = record["ceilings"], part["us"]
-    per_us = 1e3 * ceilings["copy_gbs"]  # bytes
+    category: the row's name if it is a category.
+    """
+    us, per_us = part["us"], 1e3 * rates["copy_gbs"]  # bytes
     bytes_us, in_fp8 = part["bytes"] / per_us, part.get("fp8_flops", 0.0)  # not in older records
-    flops_us = flops_at_ceilings_us(part["flops"], in_fp8, ceilings)
+    flops_us = flops_at_ceilings_us(part["flops"], in_fp8, rates)
     rung = RUNG_OF_CATEGORY.get(category)
     necessary = rung.floor_bytes(Sizes(**record["sizes"])) if rung else None
     needed_us = bytes_us if necessary is None else necessary / per_us
@@ -213,14 +208,16 @@ def counted(record: dict) -> dict[str, dict]:
     return {name: part for name, part in parts if part["bytes"] and name not in unknown}
 
 
-def judge_categories(record: dict) -> dict[str, Finding]:
-    return {name: judge(name, part, record, name) for name, part in counted(record).items()}
+def judge_categories(record: dict, *others: dict) -> dict[str, Finding]:
+    """Return verdicts on the categories; `others`: profiles whose ceilings these share."""
+    rates = ceilings_of(record, *others).rates
+    return {name: judge(name, part, record, rates, name) for name, part in counted(record).items()}
 
 
 def judge_operations(record: dict) -> list[Finding]:
-    """Return verdicts on the TOP operations with known bytes, the longest first."""
-    known = [row for row in record["operations"] if row["bytes"]]
-    return [judge(row["name"], row, record) for row in known[:MOST_VERDICTS]]
+    """Return verdicts on the MOST_VERDICTS operations with known bytes, the longest first."""
+    known, rates = [row for row in record["operations"] if row["bytes"]], ceilings_of(record).rates
+    return [judge(row["name"], row, record, rates) for row in known[:MOST_VERDICTS]]
 
 
 def exposed_us(record: dict) -> float:

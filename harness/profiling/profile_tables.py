@@ -7,6 +7,7 @@ part beside its ceilings, what it could gain and what to do (diagnose.py).
 from harness.cli import tables
 from harness.cli.tables import Column, Table
 from harness.profiling import diagnose
+from harness.profiling.ceilings import ceilings_of
 from harness.profiling.kernel_facts import (
     ADAPTERS,
     COMMUNICATION,
@@ -59,7 +60,6 @@ def breakdown_table(header: str, parts: dict, device: str) -> str:
 
 def totals(record: dict) -> str:
     """Return the lines that say how busy the GPU is and how much memory the step takes."""
-    on_gpu = record["device"] == "CUDA"
     busy_ms, median_ms = record["busy_us"] / 1e3, record["median_step_ms"]
     idle = max(0.0, 1 - busy_ms / median_ms)
     resting = tables.formatted(
@@ -76,18 +76,17 @@ def totals(record: dict) -> str:
     low, high = spread(record["step_ms"])
     n = len(record["step_ms"])
     steps = f"median of {n}, 20th to 80th percentile: {low:,.1f} to {high:,.1f}"
-    peak = f"Peak {'GPU' if on_gpu else 'process'} memory:"
-    in_memory = f"{resting} GB (weights and optimizer state)" if on_gpu else resting
     lines = [
-        ("GPU busy:" if on_gpu else "In operations:", f"{busy_ms:,.1f} ms"),
+        ("GPU busy:", f"{busy_ms:,.1f} ms"),
         ("Step without the profiler:", f"{median_ms:,.1f} ms ({steps})"),
         *profiled,
-        ("GPU idle share:" if on_gpu else "Outside operations:", f"{100 * idle:.1f} %"),
-        ("Memory before the step:", in_memory),
-        (peak, f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
+        ("GPU idle share:", f"{100 * idle:.1f} %"),
+        ("Memory before the step:", f"{resting} GB (weights and optimizer state)"),
+        ("Peak GPU memory:", f"{record['peak_memory_bytes'] / 1e9:.1f} GB"),
+        (tables.TIMES_OF_KERNELS, ""),
+        (tables.OF_STEPS, ""),
     ]
-    clocks = [tables.TIMES_OF_KERNELS, tables.OF_STEPS] if on_gpu else []
-    return "\n".join([*(f"{label:<28}{value}" for label, value in lines), *clocks])
+    return "\n".join(f"{label:<28}{value}".rstrip() for label, value in lines)
 
 
 # ---------------------------------------------------------------- the diagnosis
@@ -115,6 +114,11 @@ def shortened(name: str) -> str:
     return name if len(name) <= 28 else f"{name[:12]}..{name[-14:]}"
 
 
+def share_in_words(finding: diagnose.Finding) -> str:
+    """Return the share of the ceiling; "cache" if the memory is not what it was read from."""
+    return "cache" if finding.share is None else f"{100 * finding.share:.0f} %"
+
+
 def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
     unit, size = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
     columns = [
@@ -123,7 +127,7 @@ def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
         Column(f"{unit} moved", lambda f: short(f.n_bytes / size)),
         Column("FLOP/byte", lambda f: short(f.flops / f.n_bytes)),
         Column("Achieved", achieved),
-        Column("Ceiling", lambda f: f"{100 * f.share:.0f} %"),
+        Column("Ceiling", share_in_words),
         Column("Verdict", lambda f: f.verdict, align="left"),
     ]
     return Table.of(columns, findings).text()
@@ -171,22 +175,18 @@ def decision(record: dict, findings: list[diagnose.Finding]) -> list[str]:
 
 
 def ceilings_line(record: dict) -> str:
-    ceilings = record["ceilings"]
-    copy, matmul = ceilings["copy_gbs"], ceilings["matmul_tflops"]
-    fp8 = f"; FP8 matmul {flop_rate(ceilings['fp8_tflops'])}" if "fp8_tflops" in ceilings else ""
-    return (
-        f"Ceilings measured in this run: copy {copy:,.0f} GB/s (read + write), "
-        f"{record['dtype']} matmul {flop_rate(matmul)}; "
-        f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte{fp8}"
-    )
+    """Return the best rates of a run, and what reached them."""
+    rates, by = ceilings_of(record)
+    copy, matmul = rates["copy_gbs"], rates["matmul_tflops"]
+    ways = {"matmul_tflops": f"{record['dtype']} matmul", "fp8_tflops": "FP8 matmul"}
+    words = [f"copy {copy:,.0f} GB/s (read + write, {by['copy_gbs']})"]
+    words += [f"{ways[key]} {flop_rate(rates[key])} ({by[key]})" for key in ways if key in rates]
+    meet = f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte"
+    return f"Ceilings measured in this run: {', '.join(words)}; {meet}"
 
 
 def host_line(record: dict) -> str:
     """Return the line about the host's part in the times."""
-    if record["timeline"] is None:
-        interpreted = "; kernels of ours are interpreted, and not counted"
-        whose = "the CPU's, of the step under the profiler"
-        return f"No GPU: the times are {whose}{interpreted if record['kernels'] else ''}"
     us = diagnose.host_us(record)
     slow = f"it takes about {us:,.1f} us from one launch to the next" if us else "it never does"
     return f"Where the GPU waits for the host: {slow}"
@@ -195,7 +195,7 @@ def host_line(record: dict) -> str:
 def communication_lines(record: dict) -> list[str]:
     """Return what the communication should take, what it took, and how much other kernels hide.
 
-    One process has no such lines, CPUs have only the prediction.
+    One process has no such lines.
     """
     lines = []
     if "communication" in record:
@@ -228,7 +228,7 @@ def waiting_lines(record: dict) -> list[str]:
         f"Both together:       {loading['together_ms']:,.1f} ms per step, "
         f"{loading['waited_ms']:,.1f} of them waiting for the batch",
         f"1. Does the step wait for its batch?  {loading_verdict(record)}",
-        f"2. Does the host wait for the GPU in it?  {synchronization_verdict(record)}",
+        f"2. {synchronization_line(record)}",
     ]
 
 
@@ -241,26 +241,55 @@ def loading_verdict(record: dict) -> str:
     return first + "loader-bound, for it does not work ahead."
 
 
-def synchronization_verdict(record: dict) -> str:
-    operations = diagnose.waits_in_words(record)
+def synchronization_line(record: dict) -> str:
+    """Return the question if the host waits for the GPU in a step, with the answer."""
+    operations, question = (
+        diagnose.waits_in_words(record),
+        "Does the host wait for the GPU in the step?",
+    )
     if not operations:
-        return "No: no operation does."
+        return f"{question}  No: no operation does."
     if record["timeline"] is None:
-        return f"It would, on a GPU: host-synchronization at {operations}."
+        return f"{question}  It would, on a GPU: host-synchronization at {operations}."
     if diagnose.waits(record) and record["timeline"]["synchronization_us"]:
-        return f"Yes, and then the GPU for the host: host-synchronization at {operations}."
-    return f"Yes, while the GPU had enough to do: {operations}."
+        waits = "Yes, and then the GPU for the host: host-synchronization"
+        return f"{question}  {waits} at {operations}."
+    return f"{question}  Yes, while the GPU had enough to do: {operations}."
+
+
+def diagnosis_by_bytes(record: dict) -> str:
+    """Return what a profile on a CPU says of a GPU: bytes, which follow from the shapes."""
+    findings = sorted(
+        diagnose.judge_categories(record).values(), key=lambda f: f.needed - f.n_bytes
+    )
+    unit, size = tables.decimal_unit([f.n_bytes for f in findings], "GB", "MB", 1e9)
+    columns = [
+        Column("Category", lambda f: f.name),
+        Column(f"{unit} moved", lambda f: short(f.n_bytes / size)),
+        Column("Necessary", lambda f: short(f.needed / size)),
+        Column("FLOP/byte", lambda f: short(f.flops / f.n_bytes)),
+        Column("What to do", lambda f: f.advice, align="left"),
+    ]
+    interpreted = "Categories that interpreted kernels took over are left out: no shapes are known."
+    lines = [
+        tables.title("Diagnosis"),
+        tables.not_shown("ceilings, verdicts and gains are"),
+        *([interpreted] if record["kernels"] else []),
+        synchronization_line(record),
+    ]
+    return "\n\n".join(["\n".join(lines), Table.of(columns, findings).text()])
 
 
 def diagnosis(record: dict) -> str:
     """Return the diagnosis of a profile, from its record."""
+    if record["device"] == "CPU":
+        return diagnosis_by_bytes(record)
     findings = diagnose.ranking(record)
-    on_gpu = record["device"] == "CUDA"
-    lines = [tables.title("Diagnosis", on_gpu), ceilings_line(record)]
-    if "power" in record:  # not in older records and those of a CPU
+    lines = [tables.title("Diagnosis"), ceilings_line(record)]
+    if "power" in record:  # not in older records
         lines.append(f"Power and clock during the steps: {power_in_words(record['power'])}")
     lines += [host_line(record), *communication_lines(record), *waiting_lines(record)]
-    lines += [tables.TIMES_OF_KERNELS] if on_gpu else []
+    lines.append(tables.TIMES_OF_KERNELS)
     blocks = [
         "\n".join(lines),
         findings_table("Category", list(diagnose.judge_categories(record).values())),

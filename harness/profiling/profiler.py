@@ -129,10 +129,13 @@ def timeline(
 
 
 def measure_ceilings(dtype: torch.dtype, fp8: str | None = None) -> dict:
-    """Measure what this GPU can do at most.  Needs twice 2 GiB: call it before training."""
-    rates = {"copy_gbs": timing.copy_bandwidth(), "matmul_tflops": timing.matmul_rate(dtype)}
+    """Measure how fast this GPU copies and multiplies: the "ceilings" of a record (ceilings.py).
+
+    Needs twice 2 GiB: call it before training.
+    """
+    rates = {"copy_gbs": timing.copy_bandwidth(), **timing.matmul_rates(dtype)}
     if fp8 and HAS_GPU:
-        rates["fp8_tflops"] = timing.fp8_rate()
+        rates |= timing.fp8_rates()
     if HAS_GPU:
         torch.cuda.empty_cache()
     return rates

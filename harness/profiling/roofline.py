@@ -2,10 +2,11 @@
 
 import math
 
-from harness.cli.tables import NOT_MEANINGFUL, pyplot, save_plot
+from harness.cli.tables import not_shown, pyplot, save_plot
 from harness.cli.workload import kernels_in_words, size_in_words
+from harness.profiling.ceilings import ceilings_of
 from harness.profiling.diagnose import Finding, judge_categories
-from harness.profiling.profile_tables import flop_rate
+from harness.profiling.profile_tables import flop_rate, share_in_words
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
@@ -15,9 +16,9 @@ def point_of(finding: Finding) -> tuple[float, float]:
     return finding.flops / finding.n_bytes, finding.flops / finding.us / 1e6
 
 
-def draw_roof(axis, record: dict, left: float, right: float) -> None:
+def draw_roof(axis, rates: dict[str, float], dtype: str, left: float, right: float) -> None:
     """Draw the ceilings from one intensity to another; FP8's is dashed."""
-    tbs, matmul = record["ceilings"]["copy_gbs"] / 1e3, record["ceilings"]["matmul_tflops"]
+    tbs, matmul = rates["copy_gbs"] / 1e3, rates["matmul_tflops"]
     edge = matmul / tbs
     axis.plot([left, edge, right], [tbs * left, matmul, matmul], color="black", linewidth=2)
     middle = math.sqrt(left * edge)
@@ -31,8 +32,8 @@ def draw_roof(axis, record: dict, left: float, right: float) -> None:
         ha="center",
         va="bottom",
     )
-    axis.text(edge, 1.15 * matmul, f"{record['dtype']} matmul: {flop_rate(matmul)}", ha="right")
-    if fp8 := record["ceilings"].get("fp8_tflops"):
+    axis.text(edge, 1.15 * matmul, f"{dtype} matmul: {flop_rate(matmul)}", ha="right")
+    if fp8 := rates.get("fp8_tflops"):
         axis.plot([edge, fp8 / tbs, right], [matmul, fp8, fp8], "--", color="black", linewidth=2)
         axis.text(fp8 / tbs, 1.15 * fp8, f"FP8 matmul: {flop_rate(fp8)}", ha="right")
 
@@ -66,10 +67,10 @@ def draw_category(
         arrow = {"arrowstyle": "->", "color": colour}
         axis.annotate("", points[-1], points[0], arrowprops=arrow)
     times = " → ".join(dict.fromkeys(f"{f.us / 1e3:,.1f}" for f in findings))
-    shares = " → ".join(dict.fromkeys(f"{100 * f.share:.0f}" for f in findings))
+    shares = " → ".join(dict.fromkeys(map(share_in_words, findings)))
     side, height = place
     axis.annotate(
-        f"{name}: {times} ms, {shares} % of its ceiling{end}",
+        f"{name}: {times} ms, {shares} of its ceiling{end}",
         points[-1],
         (0.42, height),
         color=colour,
@@ -80,44 +81,49 @@ def draw_category(
 
 
 def plot(records: list[dict], path: str) -> None:
-    """Draw each category as a point under the measured ceilings; a point's area is its time.
+    """Draw each category as a point under the ceilings of all records; its area is its time.
 
     With two records, rings show the first one, and arrows lead to the points of the second.
+    Without a GPU nothing is drawn.
     """
-    first, last = records[0], records[-1]
-    env, matmul = first["environment"], first["ceilings"]["matmul_tflops"]
-    edge = matmul / (first["ceilings"]["copy_gbs"] / 1e3)
-    judged = [judge_categories(record) for record in records]
+    first = records[0]
+    env = first["environment"]
+    if env["gpu"] is None:
+        print(not_shown("the roofline is"))
+        return
+    rates = ceilings_of(*records).rates
+    edge = rates["matmul_tflops"] / (rates["copy_gbs"] / 1e3)
+    judged = [judge_categories(record, *records) for record in records]
     names = list(dict.fromkeys(name for each in judged for name, f in each.items() if f.flops))
     found = {name: [each[name] for each in judged if name in each] for name in names}
-    # what became of a category that the last profile does not have
-    gone = " → other kernels" if last["environment"]["gpu"] else " → interpreted"
     xs, ys = zip(*(point_of(f) for findings in found.values() for f in findings))
     left, right = 0.4 * min(xs), max(40 * edge, 3 * max(xs))
 
     figure, axis = pyplot().subplots(figsize=(12, 7), layout="constrained")
     axis.set(xscale="log", yscale="log", xlim=(left, right))
-    highest = max(matmul, last["ceilings"].get("fp8_tflops", 0.0), *ys)
-    axis.set_ylim(0.3 * min(ys), 2.5 * highest)
-    draw_roof(axis, last if "fp8" in last else first, left, right)
+    axis.set_ylim(
+        0.3 * min(ys), 2.5 * max(rates["matmul_tflops"], rates.get("fp8_tflops", 0.0), *ys)
+    )
+    draw_roof(axis, rates, first["dtype"], left, right)
     highest_first = sorted(names, key=lambda name: -point_of(found[name][-1])[1])
     distance = min(0.055, 0.4 / len(names))  # of two lines of text, in parts of the picture
     for number, name in enumerate(highest_first):
         colour, findings = f"C{names.index(name)}", found[name]
         side = 0 if point_of(findings[-1])[0] < edge else 1
-        place, end = (side, 0.5 - distance * number), "" if name in judged[-1] else gone
+        # what became of a category that the last profile does not have
+        end = "" if name in judged[-1] else " → other kernels"
+        place = side, 0.5 - distance * number
         draw_category(axis, name, colour, findings, first["median_step_ms"], place, end)
     for scale in (axis.xaxis, axis.yaxis):
         scale.set_major_formatter("{x:,.10g}")
     axis.set(xlabel="FLOP per byte moved (intensity)", ylabel="TFLOP/s achieved")
     axis.grid(alpha=0.3)
-    time = "time of its kernels, without the host" if env["gpu"] else "time"
-    legend = [f"a point's area: {time}", "ring: before", "disc: after"][: 2 * len(records) - 1]
+    area = "a point's area: time of its kernels, without the host"
+    legend = [area, "ring: before", "disc: after"][: 2 * len(records) - 1]
     axis.text(0.98, 0.03, "; ".join(legend), transform=axis.transAxes, ha="right")
-    mark = "" if env["gpu"] else NOT_MEANINGFUL
     kernels = " → ".join(kernels_in_words(record) for record in records)
     axis.set_title(
-        f"{first['model']}, {size_in_words(first)}, {env['gpu'] or 'CPU'}, {env['date']}{mark}\n"
+        f"{first['model']}, {size_in_words(first)}, {env['gpu']}, {env['date']}\n"
         f"custom kernels: {kernels}"
     )
     save_plot(figure, path)

@@ -2,7 +2,8 @@
 
 import statistics
 
-from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, title
+from harness.cli.flags import FP8_OPPONENTS
+from harness.cli.tables import NO_GPU_NOTE, OF_STEPS, not_shown, title
 from harness.cli.workload import kernels_in_words, model_line, size_in_words, teacher_line
 from harness.profiling.diagnose import saved_by_a_graph_ms
 from harness.profiling.profile_tables import ceilings_line
@@ -24,15 +25,16 @@ def opening(record: dict, data_source: str) -> str:
     return "\n".join(lines)
 
 
-def step_line(step: int, n_steps: int, columns: dict[str, list]) -> str:
+def step_line(step: int, n_steps: int, columns: dict[str, list], on_gpu: bool) -> str:
     """Return what is printed after a step, counted from 1; `columns` are those of a record."""
     names = "losses", "seconds", "tokens", "peaks"
     loss, seconds, tokens, peak = (columns[name][step - 1] for name in names)
     left = statistics.median(columns["seconds"][:step]) * (n_steps - step)
-    return (
-        f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {loss:8.4f}  {seconds:7.3f} s  "
-        f"{tokens / seconds:>9,.0f} tokens/sec  peak {peak / 1e9:6.1f} GB  ETA {left:4.0f} s"
-    )
+    words = f"step {step:>{len(str(n_steps))}}/{n_steps}  loss {loss:8.4f}  "
+    if on_gpu:
+        words += f"{seconds:7.3f} s  {tokens / seconds:>9,.0f} tokens/sec  "
+        words += f"peak {peak / 1e9:6.1f} GB  "
+    return f"{words}ETA {left:4.0f} s"
 
 
 def share_of_step(record: dict, key: str, of_what: str) -> str:
@@ -41,14 +43,33 @@ def share_of_step(record: dict, key: str, of_what: str) -> str:
     if ms is None:
         return "n/a"
     share = ms / (1e3 * record["median_seconds"])
-    if key == "busy_ms":  # the profiled step may be a little longer than the median step
-        share = min(1.0, share)
+    if share > 1 and key == "least_ms":
+        return f"{ms:,.1f} ms {of_what}: more than a step takes, so no floor"
+    share = min(1.0, share)  # the profiled step may be a little longer than the median step
     return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
 
 
 def result_block(record: dict) -> str:
     """Return the playbook's result block, from a record; older records lack some of its lines."""
     on_gpu = record["environment"]["gpu"] is not None
+    rows = times_of(record) if on_gpu else {}
+    if waits := record.get("checkpoint_seconds"):
+        rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
+    before, after = record["validation_loss_before"], record["validation_loss_after"]
+    rows["Validation loss:"] = f"{before:.4f} before, {after:.4f} after"
+    more = [OF_STEPS] if on_gpu else [not_shown("speeds are")]
+    more += [ceilings_line(record)] if on_gpu and record.get("ceilings") else []
+    if "teacher" in record:
+        begin, end = record["losses"][0], record["losses"][-1]
+        change = f"{begin:.4f} in step 1, {end:.4f} in step {record['steps']}"
+        rows["Distillation loss:"] = change
+        more.append(teacher_line(record))
+    lines = [f"{name:<25} {text}" for name, text in rows.items()]
+    return "\n".join([title(f"{record['title']} Results"), *lines, *more])
+
+
+def times_of(record: dict) -> dict[str, str]:
+    """Return the rows of the result block that only a GPU has: times, memory, power."""
     last_step = record["steps"]
     mfu = record["model_flops_utilization"]
     of_rate = "of the data sheet's dense bf16 rate"
@@ -61,14 +82,11 @@ def result_block(record: dict) -> str:
     if padding := record.get("padding"):
         throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
     profiled = f"of kernels in step {last_step}, which was profiled"
-    before, after = record["validation_loss_before"], record["validation_loss_after"]
     rows = {
         "Average time per step:": f"{record['average_seconds']:.3f} s (steps {first} to {last})",
         "Median time per step:": f"{record['median_seconds']:.3f} s ({around})",
         "Average throughput:": throughput,
-        f"Peak {'GPU' if on_gpu else 'process'} memory:": (
-            f"{record['peak_memory_bytes'] / 1e9:.1f} GB"
-        ),
+        "Peak GPU memory:": f"{record['peak_memory_bytes'] / 1e9:.1f} GB",
         "GPU busy:": share_of_step(record, "busy_ms", profiled),
     }
     if saved_ms := saved_by_a_graph_ms(record):
@@ -80,20 +98,10 @@ def result_block(record: dict) -> str:
         rows["Power and clock:"] = power_in_words(record["power"])
         if joules := joules_per_token(record):
             rows["Energy:"] = f"{1e3 * joules:.1f} mJ a token"
-    ceilings = "at the measured ceilings, without the host"
-    rows["Speed of light:"] = share_of_step(record, "least_ms", ceilings)
+    if record.get("opponent") not in FP8_OPPONENTS:  # least_ms is of products in bf16
+        ceilings = "at the measured ceilings, without the host"
+        rows["Speed of light:"] = share_of_step(record, "least_ms", ceilings)
     if "data_seconds" in record:
         rows["Waiting for data:"] = f"at most {100 * waited(record):.2f} % of the steps' time"
-    if waits := record.get("checkpoint_seconds"):
-        rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
     rows["Model FLOPs utilization:"] = "n/a" if mfu is None else f"{100 * mfu:.1f} % {of_rate}"
-    rows["Validation loss:"] = f"{before:.4f} before, {after:.4f} after"
-    more = [OF_STEPS] if on_gpu else []
-    more += [ceilings_line(record)] if record.get("ceilings") else []
-    if "teacher" in record:
-        begin, end = record["losses"][0], record["losses"][-1]
-        change = f"{begin:.4f} in step 1, {end:.4f} in step {last_step}"
-        rows["Distillation loss:"] = change
-        more.append(teacher_line(record))
-    lines = [f"{name:<25} {text}" for name, text in rows.items()]
-    return "\n".join([title(f"{record['title']} Results"), *lines, *more])
+    return rows

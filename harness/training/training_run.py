@@ -31,6 +31,7 @@ from harness.data.dataset import Batch, load_data
 from harness.data.loader import Loader
 from harness.model.architecture import TORCH_DTYPES, ModelFacts
 from harness.profiling.attribution import busy_us, gpu_events
+from harness.profiling.ceilings import ceilings_of
 from harness.profiling.costs import least_ms
 from harness.profiling.profiler import measure_ceilings
 from harness.records.run_records import environment, write_record
@@ -148,7 +149,7 @@ class Run:
             raise RunError(f"the loss became {self.losses[-1]} at step {step}; {NOT_SAVED}")
         self.tokens.append(int(sum(tokens)))
         self.peaks.append(int(max(peaks)))
-        print(step_line(step, self.workload.steps, self.progress()), flush=True)
+        print(step_line(step, self.workload.steps, self.progress(), HAS_GPU), flush=True)
 
     def progress(self) -> dict:
         """Return what a run that goes on after these steps needs to know of them: `resumed`."""
@@ -202,7 +203,8 @@ class Run:
         flops += self.described.get("teacher_flops_per_token", 0)
         # the data sheet's bf16 rate, if it is known
         rate = peak_tflops(self.environment["gpu"]) if self.workload.dtype == "bf16" else None
-        n_tokens, rates = statistics.mean(tokens) / n, self.ceilings
+        n_tokens = statistics.mean(tokens) / n
+        rates = self.ceilings and ceilings_of({"ceilings": self.ceilings}).rates
         return {
             **steps,
             "average_seconds": statistics.mean(seconds),
@@ -214,7 +216,7 @@ class Run:
             "model_flops_utilization": rate and flops * throughput / n / (rate * 1e12),
             "busy_ms": self.busy_ms,
             **({"power": self.power.reading()} if HAS_GPU else {}),
-            "ceilings": rates,
+            "ceilings": self.ceilings,
             "least_ms": rates and least_ms(self.facts, n_tokens, flops, rates),
         }
 

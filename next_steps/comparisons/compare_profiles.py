@@ -30,11 +30,16 @@ def predicted_gains(before: dict, after: dict) -> dict[str, float]:
 
 
 def categories(before: dict, after: dict) -> tables.Table:
-    """Return categories, idle time and step before and after, and gains and predictions."""
+    """Return categories, idle time and step before and after, and gains and predictions.
+
+    Without a GPU only launches and bytes of the categories.
+    """
     predicted, rows = predicted_gains(before, after), []
     moved = [counted(record) for record in (before, after)]
     n_bytes = [part["bytes"] for parts in moved for part in parts.values()]
     unit, size = tables.decimal_unit(n_bytes, "GB", "MB", 1e9)
+    headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
+    headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     for name, old in before["categories"].items():
         new = after["categories"].get(name, {"us": 0.0, "launches": 0})  # not in older records
         if not old["launches"] and not new["launches"]:
@@ -44,6 +49,8 @@ def categories(before: dict, after: dict) -> tables.Table:
         for parts in moved:
             row.append(short(parts[name]["bytes"] / size) if name in parts else "n/a")
         rows.append(row)
+    if before["device"] == "CPU":
+        return tables.Table(headers, rows).columns([0, 5, 6, 7, 8])
     if before["timeline"] and after["timeline"]:
         rows.append(comparison_row("GPU idle", idle_us(before), idle_us(after), None))
     steps = (1e3 * record["median_step_ms"] for record in (before, after))
@@ -52,8 +59,6 @@ def categories(before: dict, after: dict) -> tables.Table:
     if overlap(*ranges):
         rows[-1][3] = NO_DIFFERENCE
     rows.append(["p20 to p80 of Step", *(f"{low:,.1f} to {high:,.1f}" for low, high in ranges)])
-    headers = ["Category", "Before, ms", "After, ms", "Gain, ms", "Predicted, ms"]
-    headers += ["Launches before", "after", f"Moved before, {unit}", "after"]
     return tables.Table(headers, rows)
 
 
@@ -65,11 +70,12 @@ def comparison_row(
     return [name, f"{before_us / 1e3:,.3f}", f"{after_us / 1e3:,.3f}", gain, predicted]
 
 
-def only_in(label: str, operations: dict[str, dict], others: dict[str, dict]) -> str:
-    """Return the longest operations that the other profile does not have."""
+def only_in(label: str, operations: dict[str, dict], others: dict[str, dict], on_gpu: bool) -> str:
+    """Return the longest operations that the other profile does not have; their times, on a GPU."""
     rows = [row for name, row in operations.items() if name not in others]
     rows.sort(key=lambda row: -row["us"])
-    said = [f"{row['name'][:60]} {row['us'] / 1e3:,.3f} ms" for row in rows[:MOST_NAMED]]
+    times = [f" {row['us'] / 1e3:,.3f} ms" if on_gpu else "" for row in rows[:MOST_NAMED]]
+    said = [f"{row['name'][:60]}{time}" for row, time in zip(rows, times)]
     said += [f"{len(rows) - MOST_NAMED} more"] if len(rows) > MOST_NAMED else []
     return f"{label} {', '.join(said) or 'nothing'}"
 
@@ -91,12 +97,17 @@ def render_comparison(before: dict, after: dict) -> str:
         run_line("After: ", after),
         f"{model_line(before)}; {size_in_words(before)}",
         "",
-        tables.title("What the kernels changed", on_gpu),
-        *([tables.TIMES_OF_KERNELS, tables.OF_STEPS, ""] if on_gpu else []),
+        tables.title("What the kernels changed"),
+        *(
+            [tables.TIMES_OF_KERNELS, tables.OF_STEPS]
+            if on_gpu
+            else [tables.not_shown("times are")]
+        ),
+        "",
         categories(before, after).text(),
         "",
-        only_in("Went away:", old, new),
-        only_in("Came:     ", new, old),
+        only_in("Went away:", old, new, on_gpu),
+        only_in("Came:     ", new, old, on_gpu),
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """What the sweep prints: every setting of a launch with its time, and advice for the file."""
 
-from harness.cli.tables import NO_GPU_NOTE, formatted, table, title
-from harness.records.run_records import ceilings_card
+from harness.cli.tables import NO_GPU_NOTE, Table, formatted, title
+from harness.records.run_records import ceilings_card, environment_line
 
 Setting = dict[str, int]  # some of KNOBS
 KNOBS = {
@@ -43,8 +43,16 @@ def advice(section: dict) -> str:
     return said + f"set {', '.join(changes)} in {section['file']} for this GPU and size."
 
 
+def best_copy_gbs(record: dict) -> float:
+    """Return the measured copy rate, or what a launch reached if that is faster."""
+    rates = [record["copy_gbs"]]
+    for section in record["sections"]:
+        rates += [section["bytes"] / row["us"] / 1e3 for row in section["tried"] if row["us"]]
+    return max(rates)
+
+
 def setting_row(record: dict, section: dict, row: dict) -> list[str]:
-    share = row["us"] and 100 * section["bytes"] / row["us"] / 1e3 / record["copy_gbs"]
+    share = row["us"] and 100 * section["bytes"] / row["us"] / 1e3 / best_copy_gbs(record)
     cells = [
         programs(value, section) if knob == "n_programs" else value
         for knob, value in row["setting"].items()
@@ -55,35 +63,37 @@ def setting_row(record: dict, section: dict, row: dict) -> list[str]:
 
 
 def section_table(record: dict, section: dict) -> str:
-    """Return all settings of one launch, the fastest first, those without a time last."""
+    """Return all settings of one launch, the fastest first, those without a time last.
+
+    Without a GPU the order is that of the trials, and only results that are wrong are told.
+    """
     on_gpu = record["environment"]["gpu"] is not None
     size = f"{section['rows']:,} x {section['size']:,}, {record['dtype']}"
     knobs = list(section["shipped"])
-    fastest_first = sorted(section["tried"], key=lambda row: (row["us"] is None, row["us"]))
-    body = [setting_row(record, section, row) for row in fastest_first]
+    tried = section["tried"]
+    if on_gpu:
+        tried = sorted(tried, key=lambda row: (row["us"] is None, row["us"]))
+    body = [setting_row(record, section, row) for row in tried]
     headers = [*knobs, "us", "% of copy", "Registers", "Spilled", ""]
     align = ["right"] * (len(headers) - 1) + ["left"]
-    n_bytes = section["bytes"]
-    moved = f"{n_bytes / 1e6:,.0f} MB" if n_bytes >= 1e6 else f"{n_bytes:,} bytes"
-    nothing = "These are times of the interpreter: nothing follows from them for the file."
-    return "\n".join(
-        [
-            title(f"Sweep: {section['launch']}, {size}", on_gpu),
-            *(f"{knob}: {KNOBS[knob]}" for knob in knobs),
-            f"us: median of one launcher's call, host included; % of copy: {moved} over that "
-            "time, of the measured copy rate",
-            "",
-            table(headers, body, align, keys=len(knobs)),
-            "",
-            advice(section) if on_gpu else nothing,
-        ]
-    )
+    whole = Table(headers, body, align, keys=len(knobs))
+    lines = [title(f"Sweep: {section['launch']}, {size}")]
+    lines += [f"{knob}: {KNOBS[knob]}" for knob in knobs]
+    if not on_gpu:
+        untimed = Table(*whole.columns([*range(len(knobs)), len(headers) - 1]))
+        return "\n".join([*lines, "", untimed.text()])
+    clock = "us: median of one launcher's call, host included"
+    moved = f"{section['bytes'] / 1e6:,.0f} MB over that time, of the copy rate"
+    lines += [f"{clock}; % of copy: {moved}", "", whole.text(), "", advice(section)]
+    return "\n".join(lines)
 
 
 def render_sweep(record: dict) -> str:
     """Return everything that a sweep prints about its measurements."""
     env = record["environment"]
-    blocks = [] if env["gpu"] else [NO_GPU_NOTE]
-    blocks.append(ceilings_card(env, record["copy_gbs"], record["matmul_tflops"]))
+    if env["gpu"]:
+        blocks = [ceilings_card(env, best_copy_gbs(record), record["matmul_tflops"])]
+    else:
+        blocks = [f"{NO_GPU_NOTE}\n\n{environment_line(env)}"]
     blocks += [section_table(record, section) for section in record["sections"]]
     return "\n\n".join(blocks)

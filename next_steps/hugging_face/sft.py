@@ -17,7 +17,7 @@ from harness.cli import command_line
 from harness.cli.command_line import UserError
 from harness.cli.flags import OF_FINETUNING, OF_TRAINING, WARMUP_STEPS, FlagParser, of_kernels, row
 from harness.cli.output_files import check_outputs
-from harness.cli.tables import title
+from harness.cli.tables import not_shown, title
 from harness.cli.workload import Workload, kernels_in_words, model_line
 from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
 
@@ -142,11 +142,14 @@ def report_run(trainer, workload: Workload) -> dict:
     record["median_seconds"] = statistics.median(seconds)
     record["tokens_per_second"] = sum(timed(record, "tokens")) / sum(seconds)
     record["peak_memory_bytes"] = peak_memory_bytes()
-    print(title("SFTTrainer Results", record["environment"]["gpu"]))
+    print(title("SFTTrainer Results"))
     print(f"{model_line(record)}\nKernels: {kernels_in_words(record)}")
-    print(f"Median time per step: {record['median_seconds']:.3f} s")
-    print(f"Average throughput: {record['tokens_per_second']:,.0f} tokens/sec")
-    print(f"Peak memory: {record['peak_memory_bytes'] / 1e9:.1f} GB")
+    if record["environment"]["gpu"] is None:
+        print(not_shown("speeds are"))
+    else:
+        print(f"Median time per step: {record['median_seconds']:.3f} s")
+        print(f"Average throughput: {record['tokens_per_second']:,.0f} tokens/sec")
+        print(f"Peak memory: {record['peak_memory_bytes'] / 1e9:.1f} GB")
     print(f"Loss: {losses[0]:.4f} in step 1, {losses[-1]:.4f} in step {len(losses)}")
     return record
 

@@ -211,7 +211,9 @@ def render(record: dict) -> str:
     for run in record["runs"]:
         runs.setdefault(run["way"], []).append(run)
     references = next(iter(runs.values()))
+    on_gpu = record["environment"]["gpu"] is not None
     headers = [study.header, "Validation loss", "Difference", "Smallest", "Largest", "More steps"]
+    headers += ["Smallest", "Largest", "Step, ms"]
     rows = [table_row(way, found, references, record["every"]) for way, found in runs.items()]
     as_trained = [
         line_as_trained(way, found, references, study.as_trained)
@@ -228,11 +230,11 @@ def render(record: dict) -> str:
             f"rate {record['lr']:g}",
             "",
             tables.title(f"Accuracy of {study.title}, {len(record['seeds'])} seeds"),
-            tables.table([*headers, "Smallest", "Largest", "Step, ms"], rows),
+            tables.Table(headers, rows).columns(range(len(headers) - (not on_gpu))).text(),
             f"Means over the seeds, smallest and largest of one. {censored}",
             f"Validated in {record['dtype']}{beside}, whatever the run trained in.",
             *as_trained,
-            tables.OF_STEPS if record["environment"]["gpu"] else tables.NO_GPU_NOTE,
+            tables.OF_STEPS if on_gpu else tables.not_shown("steps' times are"),
         ]
     )
 

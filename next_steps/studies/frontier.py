@@ -37,6 +37,7 @@ FRONTIER_SIZES = {
 TIMED = 3  # steps after one to warm up; with several micro-batches one step is timed
 HEADERS = ["Step", "Kernels", "Recompute", "GB, estimated", "GB", "ms, estimated", "ms"]
 HEADERS += ["Better in both"]
+NAMING = 4  # columns that are told without a GPU too: how a row is named, and its estimate
 KERNEL_COLOURS = {"baseline": "#777777", "all kernels": "#D55E00"}
 MARKERS = "osD^v"
 
@@ -109,7 +110,8 @@ def measure_frontier(workload: Workload, record_to: str | None, plot_to: str | N
             ms = step_time.predict_ms(work, rates_here, w.micro_batches)
             row = labels(w) | {"estimated_bytes": n_bytes, "estimated_ms": ms} | row
             record["rows"].append(row)
-            print("  ".join(setup_cells(row, record["rows"])), flush=True)
+            cells = setup_cells(row, record["rows"])
+            print("  ".join(cells if HAS_GPU else cells[: NAMING - 1]), flush=True)
         free_memory()  # of this model
     print("\n" + render(record))
     run_records.write_record(record_to, record)
@@ -144,19 +146,26 @@ def setup_cells(row: dict, rows: list[dict]) -> list[str]:
 def render(record: dict) -> str:
     """Return everything that is printed at the end."""
     rows = record["rows"]
+    on_gpu = record["environment"]["gpu"] is not None
+    whole = tables.Table(HEADERS, [setup_cells(row, rows) for row in rows])
     return "\n".join(
         [
             run_records.environment_line(record["environment"]),
             model_line(record),
             "",
             tables.title("Memory against time"),
-            tables.table(HEADERS, [setup_cells(row, rows) for row in rows]),
+            *([] if on_gpu else [tables.not_shown("measured times and memory are"), ""]),
+            (whole if on_gpu else whole.columns(range(NAMING))).text(),
         ]
     )
 
 
 def plot(record: dict, path: str) -> None:
-    """Draw GB against ms per step, a panel for each size; estimates are hollow."""
+    """Draw GB against ms per step, a panel for each size; estimates are hollow; on a GPU."""
+    env = record["environment"]
+    if env["gpu"] is None:
+        print(tables.not_shown("a picture of times is"))
+        return
     sizes = list(dict.fromkeys(row["size"] for row in record["rows"]))
     levels = list(dict.fromkeys(row["recompute"] for row in record["rows"]))
     figure, axes = tables.pyplot().subplots(
@@ -182,8 +191,7 @@ def plot(record: dict, path: str) -> None:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0, 0].legend(title="hollow: estimated")
-    gpu = record["environment"]["gpu"] or "CPU, not meaningful"
-    figure.suptitle(f"{record['model']}, {record['dtype']}, {gpu}")
+    figure.suptitle(f"{record['model']}, {record['dtype']}, {env['gpu']}")
     tables.save_plot(figure, path)
 
 
@@ -220,7 +228,7 @@ def find_longest(workload: Workload, record_to: str | None) -> None:
         else:
             fitting[length] = row
             seconds, gb = row["step_ms"][0] / 1e3, row["peak_memory_bytes"] / 1e9
-            found = f"{seconds:6.2f} s, peak {gb:.1f} GB"
+            found = f"{seconds:6.2f} s, peak {gb:.1f} GB" if HAS_GPU else "fits"
         print(f"{length:>7,} tokens: {found}", flush=True)
         length = next_length(max(fitting, default=None), too_long, stopped_by != POSITIONS, step)
         if not HAS_GPU and len(fitting) == CPU_LENGTHS and length is not None:
@@ -279,10 +287,10 @@ def render_longest(record: dict) -> str:
         seconds, share = record["seconds"], record["attention_share"]
         tokens = lengths[-1] * record.get("accumulate", 1)
         limiter = "attention" if share > 0.5 else "matrix products with weights"
-        lines.append(
-            f"A step of it: {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, limited by "
-            f"{limiter}: attention has {share:.0%} of the FLOPs"
-        )
+        on_gpu = record["environment"]["gpu"] is not None
+        speed = f"{seconds:.2f} s, {tokens / seconds:,.0f} tokens/s, " if on_gpu else ""
+        has = f"attention has {share:.0%} of the FLOPs"
+        lines.append(f"A step of it: {speed}limited by {limiter}: {has}")
     return "\n".join(lines)
 
 

@@ -18,14 +18,23 @@ from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
-from harness.cli.flags import FP8_ALL, IN_FP8, OF_FINETUNING, OF_TRAINING, OPPONENTS, WARMUP_STEPS
+from harness.cli.flags import (
+    FP8_ALL,
+    FP8_OPPONENTS,
+    IN_FP8,
+    OF_FINETUNING,
+    OF_TRAINING,
+    OPPONENTS,
+    WARMUP_STEPS,
+)
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-FLOAT8 = [title for name, title in OPPONENTS.items() if name.startswith("torchao")]
+CPU_MINUTES = "some five"
+FLOAT8 = [OPPONENTS[name] for name in FP8_OPPONENTS]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
 OF_SOME_RUNS = "--pack", "--recompute", "--offload", "--cuda-graph", "--parallel"
@@ -119,13 +128,20 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS
     others, absent = other_runs(workload, graphs)
-    n_runs = 2 + len(RUNGS) + graphs + len(others)
-    print(f"The ladder is {n_runs} runs, each in a process of its own:", flush=True)
+    numbers, n_runs = itertools.count(1), 2 + len(RUNGS) + graphs + len(others)
+    long = "" if HAS_GPU else f", with --model {flags.TINY_MODEL} {CPU_MINUTES} minutes in all"
+    print(f"The ladder is {n_runs} runs, each in a process of its own{long}:")
+
+    def announce(name: str) -> None:
+        print(f"{next(numbers)} of {n_runs}: {name} ...", flush=True)
+
+    announce(f"profile of the {BASELINE}")
     record = {"kind": "ladder", "environment": run_records.environment(), **workload.as_record()}
     record |= {"rungs": [], "absent": absent, **profile_of(workload)}
 
     def add_run(name: str, predicted_ms: float | None, run_of: Workload) -> dict:
         """Run a workload and add what was measured; return the run's record."""
+        announce(name)
         run = run_script(script_of(run_of), run_of)
         step_ms = 1e3 * run["median_seconds"]
         row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
@@ -133,7 +149,8 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
         row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
         record["rungs"].append(row)
-        print(f"{name}: {step_ms:,.1f} ms per step", flush=True)
+        if HAS_GPU:
+            print(f"    {step_ms:,.1f} ms per step", flush=True)
         return run
 
     baseline = add_run(BASELINE, None, workload)
@@ -200,7 +217,8 @@ def measured_cells(rung: dict, baseline: dict) -> list[str]:
 
 def render(record: dict) -> str:
     """Return everything that the ladder prints at the end, from its record."""
-    on_gpu = record["environment"]["gpu"] is not None
+    if record["environment"]["gpu"] is None:
+        return render_losses(record)
     rungs, after = blocks(record)
     rows = [
         [name, *map(tables.formatted, ms), *measured_cells(rung, rungs[0])]
@@ -214,11 +232,32 @@ def render(record: dict) -> str:
         run_records.environment_line(record["environment"]),
         f"{model_line(record)}; {workload}",
         f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
-        f"{'GPU' if on_gpu else 'CPU'} busy for {record['busy_ms']:,.1f} ms of a step",
+        f"GPU busy for {record['busy_ms']:,.1f} ms of a step",
         "",
-        tables.title("The ladder", on_gpu),
+        tables.title("The ladder"),
         tables.table(["Rung", "Predicted gain, ms", "Measured gain, ms", *columns], rows),
         *(["", tables.table(["Others", *columns], other_rows)] if other_rows else []),
+        *(f"Not measured: {sentence}" for sentence in record["absent"]),
+    ]
+    return "\n".join(lines)
+
+
+def render_losses(record: dict) -> str:
+    """Return what a ladder without a GPU tells: every run trains the same."""
+    rungs, after = blocks(record)
+    names = [name for name, *_ in gains(rungs)] + [rung["name"] for rung in after]
+    rows = [
+        [name, measured_cells(rung, rungs[0])[-1], f"{rung['validation_loss_after']:.4f}"]
+        for name, rung in zip(names, [*rungs, *after])
+    ]
+    lines = [
+        run_records.environment_line(record["environment"]),
+        f"{model_line(record)}; {size_in_words(record)}, {record['steps']} steps",
+        "",
+        tables.title("The ladder"),
+        tables.not_shown("times and gains are"),
+        "",
+        tables.table(["Run", "Loss difference", "Validation loss"], rows),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)
@@ -231,7 +270,13 @@ def colour(rung: dict) -> str:
 
 
 def plot(records: list[dict], path: str) -> None:
-    """Draw the step's time and the peak memory of every run as one PNG, a row for each record."""
+    """Draw the step's time and the peak memory of every run as one PNG, a row for each record.
+
+    Without a GPU nothing is drawn.
+    """
+    if records[0]["environment"]["gpu"] is None:
+        print(tables.not_shown("a picture of times is"))
+        return
     rows = [len(record["rungs"]) for record in records]
     figure, axes = tables.pyplot().subplots(
         len(records),
@@ -261,9 +306,9 @@ def plot(records: list[dict], path: str) -> None:
         memory.set_yticks([])
         times.set_title(size_in_words(record), loc="left")
     first = records[0]
-    device = first["environment"]["gpu"] or f"CPU{tables.NOT_MEANINGFUL}"
+    env = first["environment"]
     figure.suptitle(
-        f"{first['model']}, {first['dtype']}, {device}, {first['environment']['date']}\n"
+        f"{first['model']}, {first['dtype']}, {env['gpu']}, {env['date']}\n"
         "orange: with our kernels, grey: the baseline, blue: others; "
         "black marks: what the baseline's profile predicted for the rung"
     )

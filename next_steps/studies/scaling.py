@@ -139,7 +139,7 @@ def measure_ways(
         try:
             for row in rows_of(replace(workload, **HOW[way]), sizes, record):
                 record["rows"].append({"way": WAYS[way], **row})
-                print(scaling_tables.row_in_words(record["rows"][-1]), flush=True)
+                print(scaling_tables.row_in_words(record["rows"][-1], HAS_GPU), flush=True)
                 run_records.write_record(record_to, record, is_whole=False)
         except UserError as error:
             if way not in ("fp8", "liger"):

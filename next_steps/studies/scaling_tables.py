@@ -45,11 +45,13 @@ class StepSize(NamedTuple):
         return f"{self.batch_size} × {self.seq_len:,}{several}"
 
 
-def row_in_words(row: dict) -> str:
+def row_in_words(row: dict, on_gpu: bool) -> str:
     """Return the line that is printed as soon as a row has been measured."""
     name = f"{row['way']}, {StepSize.of(row)}"
     if "failure" in row:
         return f"{name}: more than {row['failure']}"
+    if not on_gpu:
+        return f"{name}: fits"
     speed = f"{row['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU"
     return f"{name}: {row['median_ms']:,.1f} ms, {speed}, {row['peak_memory_bytes'] / 1e9:.1f} GB"
 
@@ -172,14 +174,15 @@ def body(one: dict, record: dict) -> list[list[str]]:
 
 def render(one: dict, *others: dict) -> str:
     """Return everything that --compare prints."""
-    on_gpu = one["environment"]["gpu"] is not None
     lines = [run_records.environment_line(one["environment"]), model_line(one)]
+    if one["environment"]["gpu"] is None:
+        return "\n".join([*lines, tables.not_shown("what scales is")])
     lines += [f"Of one process: {sentence}" for sentence in one["absent"]]
     for record in others:
         title = f"Each GPU of {processes_of(record)}, and one alone"
         lines += [
             "",
-            tables.title(title, on_gpu),
+            tables.title(title),
             tables.table(headings(record), body(one, record)),
             *communication_lines(record),
             *record["absent"],
@@ -217,6 +220,5 @@ def plot(records: list[dict], path: str) -> None:
     axis.grid(alpha=0.3)
     axis.legend()
     first = records[0]
-    gpu = first["environment"]["gpu"] or "CPU, not meaningful"
-    figure.suptitle(f"{first['model']}, {first['dtype']}, {gpu}")
+    figure.suptitle(f"{first['model']}, {first['dtype']}, {first['environment']['gpu']}")
     tables.save_plot(figure, path)
