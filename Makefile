@@ -19,25 +19,27 @@ setup: $(SETUP)
 
 demo: $(SETUP)
 	@echo "make demo: some 3 minutes without a GPU. Results go to demo/."
-	@echo "1 of 8: both kernels are compared with PyTorch, and every kernel with itself (seconds)."
+	@echo "1 of 9: both kernels are compared with PyTorch, and every kernel with itself (seconds)."
 	$(PY) check_toolchain.py
-	@echo "2 of 8: a step of the tiny model is profiled as PyTorch runs it (seconds)."
-	$(PY) profile_baseline.py $(TINY) --json demo/before.json
-	@echo "3 of 8: the same step with two kernels (without a GPU half a minute, silent at first)."
-	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce --json demo/after.json
-	@echo "4 of 8: the two profiles side by side."
-	$(PY) -m next_steps.comparisons.compare_profiles demo/before.json demo/after.json --plot demo/roofline.png
-	@echo "5 of 8: what fills the memory of a step (seconds)."
-	$(PY) -m next_steps.memory.profile $(TINY) --plot demo/memory.png
-	@echo "6 of 8: 20 steps of training as PyTorch runs them (seconds)."
+	@echo "2 of 9: 20 steps of training as PyTorch runs them (seconds)."
 	$(PY) finetune_baseline.py $(TINY) --json demo/baseline.json
-	@echo "7 of 8: the same 20 steps with two kernels (without a GPU two minutes)."
+	@echo "3 of 9: the same 20 steps with two kernels (without a GPU two minutes)."
 	$(PY) finetune_optimized.py $(TINY) --json demo/optimized.json
-	@echo "8 of 8: both runs side by side."
+	@echo "4 of 9: both runs side by side: do they train the same?"
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
-	@echo "Seen: where a step's time and memory go, and that both runs train the same."
-	@echo "Without a GPU no time above means anything. Pictures: demo/*.png."
-	@echo "Next: make test proves the kernels; README.md tells the same in twelve steps."
+	@echo "5 of 9: what fills the memory of a step (seconds)."
+	$(PY) -m next_steps.memory.profile $(TINY) --plot demo/memory.png
+	@echo "6 of 9: the same with the two kernels (seconds)."
+	$(PY) -m next_steps.memory.profile $(TINY) --kernels rmsnorm,cross_entropy --plot demo/memory_two.png
+	@echo "7 of 9: a step is profiled as PyTorch runs it (seconds)."
+	$(PY) profile_baseline.py $(TINY) --json demo/before.json
+	@echo "8 of 9: the same step with two kernels (without a GPU half a minute, silent at first)."
+	$(PY) profile_baseline.py $(TINY) --use-custom-rmsnorm --use-custom-ce --json demo/after.json
+	@echo "9 of 9: the two profiles side by side."
+	$(PY) -m next_steps.comparisons.compare_profiles demo/before.json demo/after.json --plot demo/roofline.png
+	@echo "Seen: both runs train the same, what fills the memory, and what a step moves."
+	@echo "Pictures: demo/*.png. Next: make test proves the kernels; README.md tells the same in"
+	@echo "twelve steps."
 
 test: $(SETUP)
 	@echo "make test: 4 to 10 minutes on two cores."

@@ -404,8 +404,9 @@ def test_all_kernels_leave_out_what_the_dtype_forbids_and_say_so(run_script, mon
 # ---------------------------------------------------------------- what is printed besides
 
 
-def test_plot_is_a_picture(finished):
-    assert (finished[2] / "rmsnorm.png").read_bytes().startswith(b"\x89PNG")
+def test_plot_is_a_picture(finished, tmp_path):
+    benchmark_picture.plot(as_on_a_gpu(record_of(finished[2], "rmsnorm")), str(tmp_path / "x.png"))
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_absent_opponents_are_named(finished):

@@ -55,9 +55,9 @@ def test_a_ceiling_is_the_best_of_what_was_measured_and_it_is_said_which():
     record = made_up(matmul=part(100.0, n_bytes=1e3, flops=11e6), loss=part(100.0, n_bytes=5e4))
     rates, by = ceilings_of(record)
     assert rates == {"copy_gbs": 1.0, "matmul_tflops": pytest.approx(0.11)}
-    assert by == {"copy_gbs": "back to back", "matmul_tflops": "the step's matmul"}
+    assert by == {"copy_gbs": "read + write", "matmul_tflops": "the step's matmul"}
     line = profile_tables.ceilings_line(record)
-    assert "copy 1 GB/s (read + write, back to back)" in line
+    assert "copy 1 GB/s (read + write)" in line
     assert "matmul 110.0 GFLOP/s (the step's matmul)" in line
     record["ceilings"]["matmul_burst_tflops"] = 0.12
     rates, by = ceilings_of(record)

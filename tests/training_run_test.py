@@ -219,7 +219,7 @@ def test_the_result_block_says_the_clock_and_the_energy_of_a_token():
     assert rows["Median time per step"] == f"0.205 s ({around})"
     assert rows["GPU busy"].startswith("40 % of the median step: 82.0 ms of kernels in step 7")
     assert rows["Speed of light"].startswith("20 % of the median step: 41.0 ms")
-    assert "fp32 matmul 50.0 TFLOP/s" in rows["Ceilings measured in this run"]
+    assert "fp32 matmul 50.0 TFLOP/s" in rows["Ceilings"]
     assert rows["Times of steps"].endswith("the host is in them.")
     longer = block_rows(GPU_RUN | {"busy_ms": 206.0})
     assert longer["GPU busy"].startswith("100 % of"), "a GPU is not busier than the step is long"

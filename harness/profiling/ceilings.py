@@ -10,10 +10,10 @@ come from the cache, and say nothing of the memory.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from harness.profiling.kernel_facts import CATEGORIES
 from harness.steps.gpus import memory_gbs
 
 BURST = "_burst"  # in the key of a rate that a rested GPU reached
-HOW = {BURST: "a burst", "": "back to back"}
 
 
 class Ceilings(NamedTuple):
@@ -44,7 +44,8 @@ def ceilings_of(*records: dict) -> Ceilings:
     parts = []
     for record in records:
         for key, rate in record["ceilings"].items():
-            offer(key.replace(BURST, ""), rate, HOW[BURST if BURST in key else ""])
+            how = "read + write" if key == "copy_gbs" else "back to back"
+            offer(key.replace(BURST, ""), rate, "a burst" if BURST in key else how)
         named = [*record.get("categories", {}).items()]
         named += [(row["name"], row) for row in record.get("operations", [])]
         parts += [(name, part) for name, part in named if part["bytes"] and part["us"]]
@@ -52,7 +53,8 @@ def ceilings_of(*records: dict) -> Ceilings:
     most_gbs = max(copy_gbs, memory_gbs(records[0].get("environment", {}).get("gpu")) or 0.0)
     for name, part in sorted(parts, key=lambda each: multiplies_in_both(each[1])):
         gbs = part["bytes"] / part["us"] / 1e3
-        if gbs <= most_gbs:
+        # the bytes of an operation of ours are estimated, not from its shapes
+        if gbs <= most_gbs and name.startswith(("aten::", *CATEGORIES)):
             offer("copy_gbs", gbs, f"the step's {name}")
         fp8 = part.get("fp8_flops", 0.0) if "fp8_tflops" in best else 0.0
         rates = {key: rate for key, (rate, _) in best.items()}

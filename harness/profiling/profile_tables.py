@@ -179,10 +179,10 @@ def ceilings_line(record: dict) -> str:
     rates, by = ceilings_of(record)
     copy, matmul = rates["copy_gbs"], rates["matmul_tflops"]
     ways = {"matmul_tflops": f"{record['dtype']} matmul", "fp8_tflops": "FP8 matmul"}
-    words = [f"copy {copy:,.0f} GB/s (read + write, {by['copy_gbs']})"]
+    words = [f"copy {copy:,.0f} GB/s ({by['copy_gbs']})"]
     words += [f"{ways[key]} {flop_rate(rates[key])} ({by[key]})" for key in ways if key in rates]
     meet = f"they meet at {1e3 * matmul / copy:,.0f} FLOP/byte"
-    return f"Ceilings measured in this run: {', '.join(words)}; {meet}"
+    return f"Ceilings: {', '.join(words)}; {meet}"
 
 
 def host_line(record: dict) -> str:

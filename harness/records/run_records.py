@@ -80,7 +80,7 @@ def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
     """Return the line of the environment, and one of the speeds measured on this machine."""
     return (
         f"{environment_line(env)}\n"
-        f"Ceilings measured in this run: copy {copy_gbs:,.0f} GB/s (read + write), "
+        f"Ceilings: copy {copy_gbs:,.0f} GB/s (read + write), "
         f"bf16 matmul {matmul_tflops:,.1f} TFLOP/s"
     )
 
