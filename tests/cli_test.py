@@ -1,5 +1,7 @@
 """Bad input gets one clear sentence and an exit code; good input the playbook's result block."""
 
+import io
+import logging
 import math
 import os
 import re
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -571,3 +574,46 @@ def test_a_run_prints_every_step_and_the_result_block(cli, tmp_path, script):
     block = run_text.result_block(record)
     assert block in outcome.out and f"\n{title}\n" in block
     assert ("Peak GPU memory:" in block) == ("tokens/sec" in block) == HAS_GPU
+
+
+# ---------------------------------------------------------------- lines and messages
+
+
+def test_long_lines_are_broken_at_blanks_and_others_are_left_alone():
+    path, row = "/x" * 60, "a  " * 33
+    assert command_line.fitted(f"short\n{path}\n{row}\n\n") == f"short\n{path}\n{row}\n\n"
+    sentence = "  " + "some words " * 20
+    lines = command_line.fitted(f"{sentence}\n").split("\n")
+    assert " ".join(lines).split() == sentence.split() and lines[-1] == ""
+    assert max(map(len, lines)) <= command_line.TERMINAL
+    assert lines[0].startswith("  some") and lines[1].startswith("    ")
+
+
+MESSAGES = (
+    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. ",
+    "\nOnline softmax is disabled on the fly since Inductor decides to\nsplit the reduction.",
+    "Warning: Profiler clears events at the end of each cycle.Only events from the current",
+    "Detected call of `lr_scheduler.step()` before `optimizer.step()`. In PyTorch 1.1.0",
+    "invalid value encountered in subtract",
+)
+
+
+def test_messages_that_ask_nothing_of_a_user_are_dropped_and_ours_stay(recwarn):
+    """Each as PyTorch, Inductor or NumPy writes it."""
+    logger = logging.getLogger("torch._inductor.utils")
+
+    def main():
+        for message in (*MESSAGES, "a setting is ignored"):
+            warnings.warn(message, stacklevel=1)
+        for text in (*command_line.NOT_FOR_USERS_LOGGED.values(), "another line"):
+            logger.warning(text)
+
+    handler = logging.StreamHandler(io.StringIO())
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(SystemExit):
+            command_line.run_main(main)
+    finally:
+        logger.removeHandler(handler)
+    assert [str(each.message) for each in recwarn] == ["a setting is ignored"]
+    assert handler.stream.getvalue() == "another line\n"

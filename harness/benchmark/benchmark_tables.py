@@ -2,8 +2,8 @@
 
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
-from harness.cli.tables import NO_GPU_NOTE, Column, Table, formatted, table, title
-from harness.records.run_records import ceilings_card, environment_line, gpu_line
+from harness.cli.tables import Column, Table, formatted, table, title
+from harness.records.run_records import ceilings_card, gpu_line
 from harness.steps.gpus import memory_gbs
 
 FROM_CACHE = "cache"  # in place of a share: faster than anything that came from the memory
@@ -143,29 +143,11 @@ def playbook_table(record: dict, section: dict) -> str:
     return "\n".join([*lines, ONE_CALL, "", table(headers, body, ["right"] * len(headers))])
 
 
-def shape_in_words(record: dict, section: dict) -> str:
+def full_table(record: dict, section: dict) -> str:
+    """Every implementation at every size; without a GPU its errors alone."""
     spec, sizes = SPECS[section["kernel"]], specs.numbers(section["size"])
     shape = [f"{each.name} {n:,}" for each, n in zip(spec.dimensions, sizes)]
-    return "; ".join([record["dtype"], *shape, f"{spec.judged} against float64"])
-
-
-def errors_table(record: dict, section: dict) -> str:
-    """Every implementation's errors: what a run without a GPU tells of them."""
-    spec, body = SPECS[section["kernel"]], []
-    for rows in rows_by_tokens(section).values():
-        body += [*([None] if body else []), *(row for row in rows.values() if row["errors"])]
-    columns = [
-        Column(spec.rows, "tokens", ",", align="right"),
-        Column("Implementation", "implementation", align="left"),
-        *error_columns(spec, "Error"),
-    ]
-    heading = [title(f"{spec.title}: every implementation"), shape_in_words(record, section)]
-    return "\n".join([*heading, *spec.notes, "", Table.of(columns, body, keys=2).text()])
-
-
-def full_table(record: dict, section: dict) -> str:
-    """Every implementation at every size."""
-    spec = SPECS[section["kernel"]]
+    shape = "; ".join([record["dtype"], *shape, f"{spec.judged} against float64"])
     work = [spec.rows.lower(), *(dimension.name for dimension in spec.dimensions)]
     if spec.beside:
         work = [*work, f"{section['bytes_per_element']:.3f} bytes"]
@@ -176,7 +158,7 @@ def full_table(record: dict, section: dict) -> str:
     compilation = section["first_call_seconds"]
     lines = [
         title(f"{spec.title}: every implementation"),
-        f"{shape_in_words(record, section)}; times in us",
+        f"{shape}; times in us",
         f"{spec.rate.name}: {' x '.join(work)} / total p50",
         *spec.notes,
         *CLOCKS,
@@ -198,6 +180,10 @@ def full_table(record: dict, section: dict) -> str:
         Column("Extra MB", "extra_bytes", megabytes),
         *error_columns(spec, "Error"),
     ]
+    if record["environment"]["gpu"] is None:
+        lines = [lines[0], shape, *spec.notes]
+        columns = [*columns[:2], *columns[-len(spec.errors) :]]
+        body = [row for row in body if row is None or row["errors"]]
     return "\n".join([*lines, "", Table.of(columns, body, keys=2).text()])
 
 
@@ -234,18 +220,14 @@ def summary_table(record: dict, kernel: str) -> str:
 def render(record: dict) -> str:
     """Return everything that the script prints about its measurements."""
     env = record["environment"]
-    if env["gpu"]:
-        rates = [ceiling_of(record, rate) for rate in (specs.BANDWIDTH, specs.COMPUTE)]
-        blocks = [ceilings_card(env, *rates)]
-        for section in record["sections"]:
-            if section["kernel"] in PLAYBOOK_TABLES:
-                blocks.append(playbook_table(record, section))
-            blocks.append(full_table(record, section))
-        several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]
-        blocks += [summary_table(record, kernel) for kernel in several]
-    else:
-        blocks = [f"{NO_GPU_NOTE}\n\n{environment_line(env)}"]
-        blocks += [errors_table(record, section) for section in record["sections"]]
+    rates = [ceiling_of(record, rate) for rate in (specs.BANDWIDTH, specs.COMPUTE)]
+    blocks = [ceilings_card(env, *rates)]
+    for section in record["sections"]:
+        if env["gpu"] and section["kernel"] in PLAYBOOK_TABLES:
+            blocks.append(playbook_table(record, section))
+        blocks.append(full_table(record, section))
+    several = [kernel for kernel in SPECS if len(sections_of(record, kernel)) > 1]
+    blocks += [summary_table(record, kernel) for kernel in several if env["gpu"]]
     if record["absent"]:
         blocks.append("; ".join(record["absent"]))
     return "\n\n".join(blocks)

@@ -114,7 +114,7 @@ def shortened(name: str) -> str:
     return name if len(name) <= 28 else f"{name[:12]}..{name[-14:]}"
 
 
-def share_in_words(finding: diagnose.Finding) -> str:
+def ceiling_share(finding: diagnose.Finding) -> str:
     """Return the share of the ceiling; "cache" if the memory is not what it was read from."""
     return "cache" if finding.share is None else f"{100 * finding.share:.0f} %"
 
@@ -127,7 +127,7 @@ def findings_table(header: str, findings: list[diagnose.Finding]) -> str:
         Column(f"{unit} moved", lambda f: short(f.n_bytes / size)),
         Column("FLOP/byte", lambda f: short(f.flops / f.n_bytes)),
         Column("Achieved", achieved),
-        Column("Ceiling", share_in_words),
+        Column("Ceiling", ceiling_share),
         Column("Verdict", lambda f: f.verdict, align="left"),
     ]
     return Table.of(columns, findings).text()

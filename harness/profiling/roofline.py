@@ -6,7 +6,7 @@ from harness.cli.tables import not_shown, pyplot, save_plot
 from harness.cli.workload import kernels_in_words, size_in_words
 from harness.profiling.ceilings import ceilings_of
 from harness.profiling.diagnose import Finding, judge_categories
-from harness.profiling.profile_tables import flop_rate, share_in_words
+from harness.profiling.profile_tables import ceiling_share, flop_rate
 
 FAR = 0.3  # powers of ten between two points that an arrow joins
 
@@ -67,7 +67,7 @@ def draw_category(
         arrow = {"arrowstyle": "->", "color": colour}
         axis.annotate("", points[-1], points[0], arrowprops=arrow)
     times = " → ".join(dict.fromkeys(f"{f.us / 1e3:,.1f}" for f in findings))
-    shares = " → ".join(dict.fromkeys(map(share_in_words, findings)))
+    shares = " → ".join(dict.fromkeys(map(ceiling_share, findings)))
     side, height = place
     axis.annotate(
         f"{name}: {times} ms, {shares} of its ceiling{end}",

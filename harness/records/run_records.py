@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness.cli.command_line import UserError
 from harness.cli.output_files import write_output
+from harness.cli.tables import NO_GPU_NOTE
 from harness.records.schema import Predicate, keys_of
 
 # what a run may use, or be compared with, besides PyTorch, Triton and transformers
@@ -77,7 +78,9 @@ def environment_line(env: dict) -> str:
 
 
 def ceilings_card(env: dict, copy_gbs: float, matmul_tflops: float) -> str:
-    """Return the line of the environment, and one of the speeds measured on this machine."""
+    """Return the line of the environment, and one of the ceilings of this GPU, if it is one."""
+    if env["gpu"] is None:
+        return f"{NO_GPU_NOTE}\n\n{environment_line(env)}"
     return (
         f"{environment_line(env)}\n"
         f"Ceilings: copy {copy_gbs:,.0f} GB/s (read + write), "

@@ -29,18 +29,18 @@ GPUS = {
 OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 
 
-def published(gpu: str | None) -> Gpu | None:
+def gpu_named(gpu: str | None) -> Gpu | None:
     """Return the figures of a GPU by its name; None if they are not known."""
     return next((row for name, row in GPUS.items() if gpu and name in gpu), None)
 
 
 def peak_tflops(gpu: str | None, precision: str = "bf16") -> int | None:
     """Return a GPU's dense peak in "bf16", "FP8, LoRA", ..., TFLOP/s; None if it is not known."""
-    row = published(gpu)
+    row = gpu_named(gpu)
     return row and row.bf16_tflops * OF_BF16[precision.split(",")[0]]
 
 
 def memory_gbs(gpu: str | None) -> float | None:
     """Return the GB/s of a GPU's memory; None if it is not known."""
-    row = published(gpu)
+    row = gpu_named(gpu)
     return row and row.tbs and 1e3 * row.tbs

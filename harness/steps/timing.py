@@ -18,7 +18,7 @@ from harness.cli.device import DEVICE, HAS_GPU, synchronize
 
 COPIED_BYTES = 2 << 30  # whose copy gives the copy rate of a GPU
 REST_S = 2.0  # after which a GPU is cool enough for a burst
-BURST = 3  # products that are queued at a time, five times: some 20 ms
+PRODUCTS_OF_A_BURST = 3  # products that are queued at a time, five times: some 20 ms
 
 
 class Timing(NamedTuple):
@@ -92,7 +92,7 @@ def rates_of(product: Callable[[], object], n: int, key: str) -> dict[str, float
         product()
         synchronize()
         time.sleep(REST_S)
-        rates[f"{key}_burst_tflops"] = tflop_us / queued_time_us(product, BURST)
+        rates[f"{key}_burst_tflops"] = tflop_us / queued_time_us(product, PRODUCTS_OF_A_BURST)
     return rates | {f"{key}_tflops": tflop_us / time_us(product, rep_ms=400).p50}
 
 

@@ -1,7 +1,7 @@
 """What the sweep prints: every setting of a launch with its time, and advice for the file."""
 
-from harness.cli.tables import NO_GPU_NOTE, Table, formatted, title
-from harness.records.run_records import ceilings_card, environment_line
+from harness.cli.tables import Table, formatted, title
+from harness.records.run_records import ceilings_card
 
 Setting = dict[str, int]  # some of KNOBS
 KNOBS = {
@@ -71,9 +71,8 @@ def section_table(record: dict, section: dict) -> str:
     size = f"{section['rows']:,} x {section['size']:,}, {record['dtype']}"
     knobs = list(section["shipped"])
     tried = section["tried"]
-    if on_gpu:
-        tried = sorted(tried, key=lambda row: (row["us"] is None, row["us"]))
-    body = [setting_row(record, section, row) for row in tried]
+    fastest_first = sorted(tried, key=lambda row: (row["us"] is None, row["us"]))
+    body = [setting_row(record, section, row) for row in (fastest_first if on_gpu else tried)]
     headers = [*knobs, "us", "% of copy", "Registers", "Spilled", ""]
     align = ["right"] * (len(headers) - 1) + ["left"]
     whole = Table(headers, body, align, keys=len(knobs))
@@ -91,9 +90,6 @@ def section_table(record: dict, section: dict) -> str:
 def render_sweep(record: dict) -> str:
     """Return everything that a sweep prints about its measurements."""
     env = record["environment"]
-    if env["gpu"]:
-        blocks = [ceilings_card(env, best_copy_gbs(record), record["matmul_tflops"])]
-    else:
-        blocks = [f"{NO_GPU_NOTE}\n\n{environment_line(env)}"]
+    blocks = [ceilings_card(env, best_copy_gbs(record), record["matmul_tflops"])]
     blocks += [section_table(record, section) for section in record["sections"]]
     return "\n\n".join(blocks)

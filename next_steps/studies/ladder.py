@@ -216,9 +216,11 @@ def measured_cells(rung: dict, baseline: dict) -> list[str]:
 
 
 def render(record: dict) -> str:
-    """Return everything that the ladder prints at the end, from its record."""
-    if record["environment"]["gpu"] is None:
-        return render_losses(record)
+    """Return everything that the ladder prints at the end, from its record.
+
+    Without a GPU that is the losses: every run trains the same.
+    """
+    on_gpu = record["environment"]["gpu"] is not None
     rungs, after = blocks(record)
     rows = [
         [name, *map(tables.formatted, ms), *measured_cells(rung, rungs[0])]
@@ -228,36 +230,23 @@ def render(record: dict) -> str:
     columns = ["Step, ms (p20 to p80)", "GPU busy, ms", "Tokens/sec", "x tokens/s"]
     columns += ["Peak, GB", "x peak", "Loss difference"]
     workload = f"{size_in_words(record)}, {record['steps']} steps, data {record['data']}"
+    ladder = tables.Table(["Rung", "Predicted gain, ms", "Measured gain, ms", *columns], rows)
+    others = tables.Table(["Others", *columns], other_rows)
+    busy = (
+        f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
+        f"GPU busy for {record['busy_ms']:,.1f} ms of a step"
+    )
+    if not on_gpu:
+        busy = tables.not_shown("times and gains are")
+        ladder, others = (each.columns([0, len(each.headers) - 1]) for each in (ladder, others))
     lines = [
         run_records.environment_line(record["environment"]),
         f"{model_line(record)}; {workload}",
-        f"Copy rate measured in this run: {record['copy_gbs']:,.0f} GB/s; the baseline keeps the "
-        f"GPU busy for {record['busy_ms']:,.1f} ms of a step",
+        busy,
         "",
         tables.title("The ladder"),
-        tables.table(["Rung", "Predicted gain, ms", "Measured gain, ms", *columns], rows),
-        *(["", tables.table(["Others", *columns], other_rows)] if other_rows else []),
-        *(f"Not measured: {sentence}" for sentence in record["absent"]),
-    ]
-    return "\n".join(lines)
-
-
-def render_losses(record: dict) -> str:
-    """Return what a ladder without a GPU tells: every run trains the same."""
-    rungs, after = blocks(record)
-    names = [name for name, *_ in gains(rungs)] + [rung["name"] for rung in after]
-    rows = [
-        [name, measured_cells(rung, rungs[0])[-1], f"{rung['validation_loss_after']:.4f}"]
-        for name, rung in zip(names, [*rungs, *after])
-    ]
-    lines = [
-        run_records.environment_line(record["environment"]),
-        f"{model_line(record)}; {size_in_words(record)}, {record['steps']} steps",
-        "",
-        tables.title("The ladder"),
-        tables.not_shown("times and gains are"),
-        "",
-        tables.table(["Run", "Loss difference", "Validation loss"], rows),
+        ladder.text(),
+        *(["", others.text()] if other_rows else []),
         *(f"Not measured: {sentence}" for sentence in record["absent"]),
     ]
     return "\n".join(lines)
