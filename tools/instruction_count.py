@@ -249,7 +249,6 @@ def count_launches(cases: list, target: str) -> list[Count]:
     In a process that compiles for no other target.
     """
     import torch
-    import triton
     from triton.runtime.jit import JITFunction
 
     from harness.steps.launches import replaced
@@ -265,8 +264,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
         counts.append(Count(kernel.__name__, case.name, target, n, moved.loads + moved.stores))
         return compiled
 
-    triton.runtime.driver.set_active(pretended_gpu.stub_driver(target))
-    with pretended_gpu.pretend_gpu(), replaced(JITFunction, run=counted):
+    with pretended_gpu.pretend_gpu(target), replaced(JITFunction, run=counted):
         for case in cases:
             pretended_gpu.launch(case, torch.bfloat16)
     return counts

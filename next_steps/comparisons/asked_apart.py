@@ -111,12 +111,9 @@ def compiling(name: str, library: str, label: str) -> Callable[[], list[str]]:
         if name in SUBJECTS:
             function, n_needed = subject.function, len(subject.differentiable)
             made = subject.make((5, 3), subject.size, dtype)[0].values()
-        described = [pretended.description_of(t) for t in made]
-
-        def given(make: pretended.Make) -> tuple:
-            return tuple(map(pretended.tensor_described_as, described))
-
-        case = pretended.Case(label, function, given, n_needed)
+        case = pretended.Case(
+            label, function, lambda _: tuple(map(pretended.on_pretended_gpu, made)), n_needed
+        )
         return pretended.compile_errors(lambda: pretended.launch(case, dtype))
 
     dtypes = [each for each in (torch.float32, torch.bfloat16) if each in subject.dtypes]
