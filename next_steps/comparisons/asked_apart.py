@@ -27,7 +27,7 @@ from judging.contracts import CONTRACTS, OF_A_KERNEL, Verdict, of_callable, verd
 from judging.judged_file import Stopped, load_function
 from judging.optimizers import OPTIMIZER_CONTRACTS, OPTIMIZERS, OptimizerSubject
 from judging.processes import Apart
-from next_steps.comparisons.judged import LIBRARIES, asked_as, find_judged, found, installed, limit
+from next_steps.comparisons.judged import LIBRARIES, asked_as, find_judged, installed, limit
 from subjects import SUBJECTS
 from subjects.subject import Subject
 
@@ -72,7 +72,7 @@ def finding(name: str, library: str) -> Callable[[], tuple[list[str], list[str]]
 
     def labels() -> tuple[list[str], list[str]]:
         has, absent = find_judged(name, library)
-        return [label for label, _function in has], absent
+        return [*has], absent
 
     return labels
 
@@ -83,7 +83,7 @@ def subject_of(name: str, library: str, label: str) -> Subject | OptimizerSubjec
     if not HAS_GPU:  # nothing can be timed: the first configuration is taken
         Autotuner._bench = lambda *arguments, **options: [0.0]
     if library:
-        return asked_as(name, label, dict(found(name, library))[label])
+        return asked_as(name, label, find_judged(name, library)[0][label])
     function = load_function(*label.rsplit(":", 1))
     if name in OPTIMIZERS:
         return replace(OPTIMIZERS[name], make=function)
