@@ -65,9 +65,9 @@ def gradients_of(outputs, leaves: Parts, douts: Parts, **options) -> Parts:
     return found
 
 
-def parts_of(subject: Subject, inputs: Parts, douts: Parts, needed=None) -> Parts:
+def parts_of(subject: Subject, inputs: Parts, douts: Parts) -> Parts:
     """Return copies of what one forward and one backward give."""
-    leaves = leaves_of(subject, inputs, needed)
+    leaves = leaves_of(subject, inputs)
     outputs = outputs_of(subject, leaves, douts)
     parts = copies(dict(zip(douts, outputs)))
     return parts | copies(gradients_of(outputs, leaves, douts))

@@ -141,9 +141,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
 JUDGED_TARGETS = "sm_90", "sm_103"
 
 
-def compile_errors(
-    call: Callable[[], object], targets: Sequence[str] = JUDGED_TARGETS
-) -> list[str]:
+def compile_errors(call: Callable[[], object]) -> list[str]:
     """Return a sentence for each kernel that `call` launches and Triton does not compile.
 
     The process must have TRITON_INTERPRET=0.  `call` makes its tensors itself, on "cuda".
@@ -165,7 +163,7 @@ def compile_errors(
             why = f"`{linecache.getline(file, line).strip()}`: {reason_of(error)}"
             found.setdefault(name, (where, why, {}))[-1][target] = True
 
-    for target in targets:
+    for target in JUDGED_TARGETS:
         with pretend_gpu(target), replaced(JITFunction, run=noted):
             call()
     if not launched:
