@@ -189,8 +189,6 @@ def compiler_of(file: str, name: str) -> Callable[[dict[str, object]], list[str]
     )
 
 
-COMPILING = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-
 # ---------------------------------------------------------------- what the compiler reports
 
 

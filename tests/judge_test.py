@@ -11,8 +11,8 @@ import torch
 
 import judge
 from harness.cli.device import HAS_GPU
+from judging.compile_targets import COMPILING
 from judging.judged_file import Stopped
-from judging.pretended_gpu import COMPILING
 from judging.processes import Apart
 from next_steps.comparisons.asked_apart import sanitized
 from tests.conftest import assert_refused

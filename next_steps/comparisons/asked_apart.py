@@ -22,6 +22,7 @@ from triton.runtime.autotuner import Autotuner
 
 from harness.cli.device import HAS_GPU, require_interpreter
 from judging import pretended_gpu as pretended
+from judging.compile_targets import COMPILING
 from judging.contract import Contract
 from judging.contracts import CONTRACTS, OF_A_KERNEL, Verdict, of_callable, verdict_of
 from judging.judged_file import Stopped, load_function
@@ -138,7 +139,7 @@ def candidates(name: str, library: str, seconds: float) -> tuple[list[Candidate]
 
 
 def compile_verdict(candidate: Candidate, seconds: float) -> Verdict:
-    with Apart(f"{HERE}:compiling", *candidate, environment=pretended.COMPILING) as apart:
+    with Apart(f"{HERE}:compiling", *candidate, environment=COMPILING) as apart:
         try:
             errors = apart.call(seconds=seconds)
         except Stopped as error:  # the code around the kernels needs numbers, or a GPU
