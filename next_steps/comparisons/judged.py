@@ -245,7 +245,10 @@ DOCUMENTED = {  # (what a label begins with, a subject's name): the file and wha
     # no more than this is said of the kernel in Triton
     (peers.LIGER, "rope"): "README, Key Features: 'in-place replacement', for RoPE among others",
     (peers.LIGER, "qk_norm_rope"): "README, Key Features: 'in-place replacement', for RoPE",
-    (peers.LIGER, "swiglu"): "cutedsl/ops/swiglu.py: 'in place ... exactly like the Triton kernel'",
+    (
+        peers.LIGER,
+        "swiglu",
+    ): "ops/cutedsl/ops/swiglu.py: 'in place ... exactly like the Triton kernel'",
     ("QuACK, in place", "cross_entropy"): "cross_entropy.py: 'perform backward pass in-place'",
     ("Unsloth", "rope"): "rope_embedding.py: 'in place where X.transpose(1, 2) is contiguous'",
     ("torch.compile", ""): "torch/_functorch/config.py: donated_buffer",
