@@ -326,9 +326,6 @@ UNFIT = [  # what makes a state unfit: of which parameter (None: the second grou
     (3, {"exp_avg": None}, "exp_avg of parameter 3 is missing"),
     (3, {"exp_avg": torch.ones(6, 5).to_sparse()}, r"exp_avg of parameter 3 is torch\.sparse_coo"),
     (None, {"lr": -0.1}, r"lr is -0\.1, expected a number"),
-    (None, {"lr": torch.tensor(-0.5)}, r"lr is -0\.5, expected a number"),
-    (None, {"betas": (0.9, 1.0)}, r"betas is \(0\.9, 1\.0\)"),
-    (None, {"amsgrad": True}, "amsgrad is True, which TritonAdamW"),
     (None, {"lr": 0.75}, r"one tensor is to be filled with 0\.5 and with 0\.75, expected"),
     (None, {"params": [2]}, r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]"),
     (None, {}, r"the state is of groups of \[2\] parameters, expected \[2, 2\]"),
@@ -597,12 +594,8 @@ def test_step_without_a_backward_is_refused(stepping):
         optimizer.step()
 
 
-def test_gradients_of_before_are_refused_and_what_is_frozen_stays():
+def test_what_is_frozen_stays():
     model = Model()
-    model.loss().backward()
-    with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True"):
-        TritonAdamW(model.parameters(), step_in_backward=True)
-    model.zero_grad()
     model.bias.requires_grad_(False)
     optimizer, before = TritonAdamW(model.parameters(), step_in_backward=True), weights_of(model)
     backward_and_step(model, optimizer)
@@ -691,7 +684,8 @@ def test_a_refused_constructor_leaves_no_hooks():
         TritonAdamW([{"params": [a]}, {"params": [b], "lr": -1.0}], step_in_backward=True)
     assert raised.tb is not None and hooks_of([a, b]) == []  # which the traceback keeps alive
     b.grad = torch.ones_like(b)
-    with pytest.raises(ValueError, match="a parameter has a gradient") as raised:
+    refused = "a parameter has a gradient, and step_in_backward=True"
+    with pytest.raises(ValueError, match=refused) as raised:
         TritonAdamW([{"params": [a]}, {"params": [b]}], step_in_backward=True)
     assert raised.tb is not None and hooks_of([a, b]) == []
 
