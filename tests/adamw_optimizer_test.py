@@ -1,7 +1,6 @@
-"""Is TritonAdamW the optimizer that torch.optim.AdamW is?
+"""What TritonAdamW has beside the contracts of an optimizer: states, hooks and DTensors.
 
-Its groups, states, hooks and DTensors.  adamw_test.py tests the kernel.  adamw_shards_test.py tests
-several processes.
+adamw_test.py tests the kernel.  adamw_shards_test.py tests several processes.
 """
 
 import copy
@@ -466,16 +465,14 @@ def test_steps_inside_the_backward_are_the_same_steps(kind):
     assert steps_of(optimizers[1]) == [3, 3, 3]
 
 
-def test_gradients_never_exist_all_at_once(monkeypatch):
-    model, alive = Model(), []
-    step = adamw_optimizer.adamw_step
+def test_gradients_never_exist_all_at_once(monkeypatch, stepping):
+    (model, optimizer), alive, step = stepping, [], adamw_optimizer.adamw_step
 
     def counting_step(*args, **options):
         alive.append(sum(not is_freed(p) for p in model.parameters()))
         return step(*args, **options)
 
     monkeypatch.setattr(adamw_optimizer, "adamw_step", counting_step)
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
     # Three steps, also one of a tied weight.  The hook alone holds the gradient of its parameter.
     assert alive == [0, 0, 0]
@@ -631,10 +628,10 @@ def test_a_closure_makes_one_step_in_its_backward(stepping):
 def test_two_losses_of_different_parameters_make_one_step():
     a, b = make_params((4,), (5,))
     optimizer = TritonAdamW([a, b], step_in_backward=True)
-    a.square().sum().backward()
-    b.square().sum().backward()
+    for p in (a, b):
+        p.square().sum().backward()
     optimizer.step()
-    assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
+    assert steps_of(optimizer) == [1, 1]
 
 
 def test_loaded_settings_reach_the_hooks(stepping):

@@ -1,8 +1,6 @@
-"""Is the fused AdamW right where several processes share the parameters?
+"""Two processes that share the parameters step as one does, on the CPU or on two GPUs.
 
-Two processes, on the CPU (gloo, Triton's interpreter) or on two GPUs (nccl).  Both are given the
-same batches where bits are compared: the mean of two equal gradients is exact, so that one process
-alone has to come to the same bits.
+Where bits are compared, both get the same batches: the mean of two equal gradients is exact.
 """
 
 from unittest import mock

@@ -1,11 +1,6 @@
-"""Is the AdamW kernel right, and what is the same of it and of the one with 8-bit moments?
+"""What the AdamW kernel has beside the contracts, and what it shares with that of 8-bit moments.
 
-adamw8_test.py tests what is the 8-bit moments' alone, adamw_optimizer_test.py the optimizer around
-the kernels.
-
-The checks compare with float64, and allow twice the error of torch.optim.AdamW (see checking.py).
-Of a weight they compare the change: a step is so small beside the weight that a wrong step would
-hide behind the weight.
+adamw8_test.py tests 8-bit moments.  adamw_optimizer_test.py tests the optimizer around the kernels.
 """
 
 import math
