@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Shard
 from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_flatten
 
 from harness.cli.device import DEVICE
 from judging.circumstances import captured, waiting_forbidden
@@ -109,7 +110,8 @@ NUMBERS = {  # settings as PyTorch takes them too; each number is the same in fp
         "weight_decay": tensor([0.25]),
     },
     "held negated": lambda tensor: {"lr": torch._neg_view(tensor([-0.05], dtype=torch.float64))},
-    "PyTorch's": lambda tensor: {"foreach": None, "fused": False, "capturable": True},
+    "PyTorch's": lambda tensor: dict.fromkeys(("foreach", "fused", "differentiable"), False),
+    "capturable": lambda tensor: {"capturable": True},
 }
 
 
@@ -161,14 +163,12 @@ SCHEDULERS = {  # the others write lr by the step() that ExponentialLR has
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
+@pytest.mark.parametrize("betas_too", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_pytorch_give_their_steps(name, kind):
-    """Ours has numbers, or tensors where the parameters are; PyTorch's has numbers."""
+def test_schedulers_of_pytorch_give_their_steps_in_tensors(name, betas_too):
+    """Ours has tensors where the parameters are.  PyTorch's has numbers."""
     lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=DEVICE)
-    options = {"lr": 0.1} if kind == "floats" else {"lr": lr}
-    if kind == "lr and betas in tensors":
-        options["betas"] = tuple(betas)
+    options = {"lr": lr} | ({"betas": tuple(betas)} if betas_too else {})
     ours, theirs = TritonAdamW(make_params(*SHAPES), **options), both(lr=0.1)[1]
     group, rates = ours.param_groups[0], set()
     schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, theirs)]
@@ -179,7 +179,7 @@ def test_schedulers_of_pytorch_give_their_steps(name, kind):
         rates.add((float(group["lr"]), *map(float, group["betas"])))
     assert_close(ours, theirs)
     assert len(rates) > 1, "this scheduler changed nothing"
-    assert kind == "floats" or group["lr"] is lr, "a CUDA graph reads this tensor"
+    assert group["lr"] is lr, "a CUDA graph reads this tensor"
 
 
 # ---- Saving and loading ------------------------------------------------------------------------
@@ -302,20 +302,18 @@ def test_maximize_is_loaded_and_how_to_compute_stays():
 
 
 def everything(optimizer):
-    """Return what an optimizer remembers, copied."""
+    """Return (copies of what an optimizer remembers, how they are nested)."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     states = [dict(optimizer.state.get(p, {})) for p in params_of(optimizer)]
-    return copy.deepcopy((groups, states, len(optimizer.state)))
+    return tree_flatten(copy.deepcopy((groups, states, len(optimizer.state))))
 
 
 def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
+    (values, nested), (others, nested_too) = a, b
+    return nested == nested_too and all(
+        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y)
+        for x, y in zip(values, others)
+    )
 
 
 UNFIT = [  # what makes a state unfit: of which parameter (None: the second group), what, sentence
@@ -634,26 +632,18 @@ def test_two_losses_of_different_parameters_make_one_step():
     assert steps_of(optimizer) == [1, 1]
 
 
-def test_loaded_settings_reach_the_hooks(stepping):
-    model, optimizer = stepping
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = saved["param_groups"][0]["weight_decay"] = 0.0
-    optimizer.load_state_dict(saved)
-    before = weights_of(model)
-    backward_and_step(model, optimizer)
-    assert same_weights(model, before) and steps_of(optimizer) == [1, 1, 1]
-
-
-def test_state_loaded_after_a_backward_replaces_what_that_stepped(stepping):
+def test_what_is_loaded_after_a_backward_replaces_what_that_stepped_and_reaches_the_hooks(stepping):
     model, optimizer = stepping
     backward_and_step(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(lr=0.0, weight_decay=0.0)
     model.loss(1).backward()
     optimizer.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="no backward has stepped"):
         optimizer.step()
+    before = weights_of(model)
     backward_and_step(model, optimizer, 2)
-    assert steps_of(optimizer) == [2, 2, 2]
+    assert same_weights(model, before) and steps_of(optimizer) == [2, 2, 2]
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
@@ -675,29 +665,21 @@ def hooks_of(params):
     return [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
 
 
-def test_a_refused_constructor_leaves_no_hooks():
-    a, b = make_params((4,), (5,))
-    with pytest.raises(ValueError, match="lr is -1") as raised:
-        TritonAdamW([{"params": [a]}, {"params": [b], "lr": -1.0}], step_in_backward=True)
-    assert raised.tb is not None and hooks_of([a, b]) == []  # which the traceback keeps alive
-    b.grad = torch.ones_like(b)
-    refused = "a parameter has a gradient, and step_in_backward=True"
-    with pytest.raises(ValueError, match=refused) as raised:
-        TritonAdamW([{"params": [a]}, {"params": [b]}], step_in_backward=True)
-    assert raised.tb is not None and hooks_of([a, b]) == []
-
-
 @pytest.mark.parametrize("refused", [{"lr": -1.0}, {"fused": True}, {}], ids=str)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
+def test_a_refused_group_leaves_no_hooks_and_the_optimizer_as_it_was(refused, in_backward):
     first, second, third = make_params((4,), (5,), (6,))
-    optimizer = TritonAdamW([first], step_in_backward=in_backward)
     if in_backward and not refused:
         third.grad = torch.ones_like(third)
     elif not refused:
         third = torch.nn.Parameter(third.double())
-    with pytest.raises((ValueError, TypeError), match=r"lr is -1\.0|fused is True|a parameter"):
-        optimizer.add_param_group({"params": [second, third], **refused})
+    group, says = {"params": [second, third], **refused}, r"lr is -1\.0|fused is True|a parameter"
+    with pytest.raises((ValueError, TypeError), match=says) as raised:
+        TritonAdamW([{"params": [first]}, {**group}], step_in_backward=in_backward)
+    assert raised.tb is not None and hooks_of([first]) == []  # which the traceback keeps alive
+    optimizer = TritonAdamW([first], step_in_backward=in_backward)
+    with pytest.raises((ValueError, TypeError), match=says):
+        optimizer.add_param_group({**group})
     assert params_of(optimizer) == [first] and len(optimizer.param_groups) == 1
     assert len(hooks_of([first])) == in_backward and hooks_of([second, third]) == []
     optimizer.add_param_group({"params": [second]})
@@ -748,8 +730,6 @@ BAD_OPTIONS = [
     ("lr", torch.ones(2), rf"lr is tensor\(\[1., 1.\]\), {AT_LEAST_0}"),
     ("lr", torch.tensor(1j), f"lr is 1j, {AT_LEAST_0}"),
     ("eps", NAN, f"eps is nan, {AT_LEAST_0}"),
-    ("eps", torch.tensor(-1.0), f"eps is -1.0, {AT_LEAST_0}"),
-    ("weight_decay", -0.1, f"weight_decay is -0.1, {AT_LEAST_0}"),
     ("weight_decay", None, f"weight_decay is None, {AT_LEAST_0}"),
     ("betas", (0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
     ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),

@@ -30,10 +30,8 @@ FAULTS = {
     "test_bad_options_are_refused_with_a_sentence": [
         ("tensors not looked at", "is_real_number(value) and 0.0 <= value < below", "is_real_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
     ],
-    "test_a_refused_group_leaves_the_optimizer_as_it_was": [
+    "test_a_refused_group_leaves_no_hooks_and_the_optimizer_as_it_was": [
         ("a refused group stays", "group = self.param_groups.pop()", "group = self.param_groups[-1]"),
-    ],
-    "test_a_refused_constructor_leaves_no_hooks": [
         ("hooks before all is accepted", "self._step_in_backward, self._hooks, self._stepped = False, [], {}", "self._step_in_backward, self._hooks, self._stepped = step_in_backward, [], {}"),
     ],
     "test_state_that_does_not_fit_is_refused_and_changes_nothing": [
@@ -45,7 +43,7 @@ FAULTS = {
         ("tensors not filled", "            tensor.fill_(number)\n", "            pass\n"),
         ("lr elsewhere", "    return own\n", "    return torch.tensor(number, device=own.device)\n"),
     ],
-    "test_state_loaded_after_a_backward_replaces_what_that_stepped": [
+    "test_what_is_loaded_after_a_backward_replaces_what_that_stepped_and_reaches_the_hooks": [
         ("a step of before counts", "        self._stepped.clear()\n        self.__setstate__", "        self.__setstate__"),
     ],
     "test_hooks_around_loading_see_and_change_what_is_loaded": [
