@@ -27,15 +27,8 @@ from next_steps.finetuning import checkpoint, kernel_training
 from tests.conftest import assert_refused
 from tests.files_test import in_child, started
 from tests.fixtures import needs_gpu
-from tests.resume_test import (  # noqa: F401
-    SMALL,
-    differing,
-    flags_of,
-    names_in,
-    save_checkpoint,
-    trained,
-    training,
-)
+from tests.resume_shards_test import save_checkpoint, training
+from tests.resume_test import SMALL, differing, flags_of, names_in, trained  # noqa: F401
 from tests.small_workloads import TINY, tiny_workload
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 

@@ -16,7 +16,7 @@ import torch
 import finetune_baseline
 import finetune_optimized
 from harness.cli.command_line import Ended, UserError
-from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.device import HAS_GPU
 from harness.cli.workload import Workload
 from harness.data import dataset, token_cache
 from harness.data.loader import Loader
@@ -35,6 +35,7 @@ from tests.conftest import assert_refused
 from tests.files_test import in_child, killed_at_each_change
 from tests.fixtures import needs_gpu
 from tests.fp8_layer_test import REFERENCES
+from tests.resume_shards_test import equal, load_newest, save_checkpoint, training, whole
 from tests.small_workloads import TINY, jsonl, tiny_workload
 from tests.token_cache_test import tokenizer_of
 
@@ -45,36 +46,6 @@ SMALL = ["--seq-len", "8", "--steps", str(STEPS)]
 def names_in(folder: Path | str) -> list[str]:
     """Return the names in a folder of checkpoints, except the lock."""
     return sorted(path.name for path in Path(folder).iterdir() if path.name != LOCK)
-
-
-def training(steps: int = 0, optimizer_class: type = torch.optim.AdamW) -> tuple:
-    """Return a model and its optimizer after some steps."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
-    model.to(DEVICE)
-    optimizer = optimizer_class(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.arange(6.0, device=DEVICE).view(2, 3)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def save_checkpoint(folder, model, optimizer, step: int) -> Path:
-    """Write all that training changes as the checkpoint of a step."""
-    share = checkpoint.share_of(checkpoint.tensors_of(model, optimizer))
-    return checkpoint.write(str(folder), share, {"step": step}, keep=1)
-
-
-def changed_by_training(model, optimizer) -> dict[str, torch.Tensor]:
-    """Return all that a checkpoint holds, by names in one dictionary."""
-    tensors = checkpoint.tensors_of(model, optimizer)
-    states = {
-        f"{name}.{key}": t
-        for name, state in tensors["optimizer"].items()
-        for key, t in state.items()
-    }
-    return {**tensors["model"], **states}
 
 
 pytestmark = pytest.mark.usefixtures("small_model", "own_cache")
@@ -116,10 +87,15 @@ def trained(monkeypatch, little_validation):
         workload: Workload, checkpoints: Checkpoints = kernel_training.NO_CHECKPOINTS
     ) -> dict:
         record = kernel_training.train_with_kernels(workload, checkpoints=checkpoints)
-        tensors = changed_by_training(*made)
-        each = 5 if workload.moments else 4  # itself, its count and moments; scales, too
-        assert len(tensors) == each * len(list(made[0].parameters()))
-        return {"record": record, **tensors}
+        tensors = checkpoint.tensors_of(*made)
+        states = {
+            f"{name}.{key}": t
+            for name, state in tensors["optimizer"].items()
+            for key, t in state.items()
+        }
+        each = 4 if workload.moments else 3  # scales, too
+        assert len(states) == each * len(list(made[0].parameters()))
+        return {"record": record, **tensors["model"], **states}
 
     return train
 
@@ -479,17 +455,13 @@ def test_dropout_is_refused():
 def test_a_save_that_is_killed_leaves_the_checkpoint_before_it(tmp_path):
     """It is killed before each change of the file system; there are at least half a dozen."""
     first, folder, left = tmp_path / "first", tmp_path / "folder", []
-    expected = {f"step-{step}": changed_by_training(*training(step)) for step in (1, 2)}
+    expected = {f"step-{step}": whole(*training(step)) for step in (1, 2)}
     save_checkpoint(first, *training(1), 1)
     save = partial(save_checkpoint, folder, *training(2))
     for _ in killed_at_each_change(first, folder, partial(save, 2)):
         path = resuming.newest(folder)
         assert path.name == f"step-{json.loads((path / resuming.FACTS_FILE).read_text())['step']}"
-        resumed = training()
-        checkpoint.load_checkpoint(*resumed, path, {})
-        found = changed_by_training(*resumed)
-        assert found.keys() == expected[path.name].keys()
-        assert all(torch.equal(found[name], t) for name, t in expected[path.name].items())
+        assert equal(whole(*load_newest(folder)), expected[path.name])
         left.append(path.name)
         # the next save finds nothing in its way, and leaves nothing else
         assert in_child(partial(save, 3)) == "done"
