@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,12 @@ DTYPE = (
     "fp32 was right: is each loaded tensor converted by .to(tl.float32) before it is used, and is "
     "only the result rounded?"
 )
+STRIDES = (
+    "The next row begins later than the last one ends: does row r of each tensor begin at r * the "
+    "stride of that tensor?"
+)
+ONE_ROW = "Is a single row, or a single column, something else to the kernel?"
+MANY_ROWS = "Fewer rows were right: does each of many rows have a program, or a turn of a loop?"
 ORDER = (
     "A GPU runs the programs in any order: does a program read what another one writes, or count "
     "on being the first?"
@@ -46,12 +53,11 @@ class Case:
     order: str = "forward"  # of the programs; or "reverse", "shuffled"
 
 
-def orders(rows: tuple[int, ...], size: object, **options) -> tuple[Case, ...]:
+def orders(rows: tuple[int, ...], size: object) -> tuple[Case, ...]:
     """Return the cases in which programs run in another order."""
-    note = "the programs in {} order".format
     return (
-        Case(rows, size, ORDER, note=note("reverse"), order="reverse", **options),
-        Case(rows, size, ORDER, note=note("random"), order="shuffled", **options),
+        Case(rows, size, ORDER, note="the programs in reverse order", order="reverse"),
+        Case(rows, size, ORDER, note="the programs in random order", order="shuffled"),
     )
 
 
@@ -88,19 +94,32 @@ def names_of(inputs: Inputs) -> dict:
     return FUNCTIONS | inputs | sizes | {"rows": rows, "columns": columns}
 
 
+def code_and_slips(lines: list[str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """Return the indented lines, and of each other one: a text of these, another, a sentence.
+
+    Such a line is `text -> other :: sentence`, or with `N = 2 3: ` before it one for each N.
+    """
+    slips = []
+    for line in (each for each in lines if not each.startswith(" ")):
+        numbers, one = re.fullmatch(r"(?:N = ([\d ]+): )?(.+)", line).groups()
+        for number in (numbers or "N").split():
+            named = re.sub(r"\bN\b", number, one)
+            slips.append(re.fullmatch(r"(\S.*?) -> ?(.*?) ?:: (.+)", named).groups())
+    return "".join(f"{line}\n" for line in lines if line.startswith(" ")), slips
+
+
 class Formula:
     """The mathematics of an exercise, and what a learner writes in its place: formulas.txt.
 
-    An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip: `a
-    text of the formula -> what it becomes :: the sentence`.
+    An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip.
     """
 
     def __init__(self, *sections: str, parts: tuple[str, ...]):
-        lines = [line for name in sections for line in sections_of("formulas.txt")[name]]
-        slips = [re.fullmatch(r"(\S.*?) ->(.*?) :: (.+)", line) for line in lines]
+        found = sections_of("formulas.txt")
+        code, slips = code_and_slips([line for name in sections for line in found[name]])
         self.parts = parts  # what the lines compute for the comparison
-        self.lines = "\n".join(line[4:] for line in lines if line.startswith(" "))
-        self.slips = {slip[3]: (slip[1], slip[2].strip()) for slip in slips if slip}
+        self.lines = textwrap.dedent(code)
+        self.slips = {sentence: (old, new) for old, new, sentence in slips}
 
     def computed(self, inputs: Inputs, old: str = "", new: str = "") -> Parts:
         names = names_of(inputs)
@@ -125,17 +144,24 @@ def row_and_column(rows: tuple[int, ...], size: int) -> str:
     return f"{rows[0]:,} row{'s' if rows[0] > 1 else ''} of {size:,} column{'s' * (size > 1)}"
 
 
+AXES = {1: ("row",), 2: ("row", "column"), 4: ("sample", "head", "token", "column")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
     """One exercise."""
 
+    name: str
     # (rows, size, dtype, **options) -> the inputs
     make: Callable[..., Inputs]
-    # (inputs) -> empty tensors, as large as what the kernel writes, by name
-    outputs: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
+    formula: Formula
+    # what must be moved, as names of inputs and outputs; an output is as large as the first of them
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    # (inputs) -> empty tensors of other sizes that the kernel writes, by name
+    others: Callable[[Inputs], Parts] = lambda inputs: {}
     # inputs that the kernel overwrites
     overwritten: tuple[str, ...] = ()
-    formula: Formula
     # (inputs, what was written by name) -> the parts
     parts: Callable[[Inputs, Parts], Parts] = lambda inputs, written: written
     # (inputs) -> {part: {label: which elements are compared by themselves}}
@@ -144,17 +170,17 @@ class Exercise:
     blocks: dict[str, int] = field(default_factory=dict)  # of `launch`, so that small tensors fill
     in_words: Callable[[tuple[int, ...], object], str] = row_and_column
     # of an element's place, by the number of a tensor's dimensions
-    axes: dict[int, tuple[str, ...]] = field(
-        default_factory=lambda: {1: ("row",), 2: ("row", "column")}
-    )
-    # what must be moved, as names of inputs and outputs
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    axes: dict[int, tuple[str, ...]] = field(default_factory=lambda: AXES)
     # of a GPU, in bf16: the rows and the size that are timed, and the lesson on the same inputs
     timed: tuple[tuple[int, ...], object]
     lesson: Callable[[Inputs], Callable[[], object]]
     opponent: str = "the lesson"
     to_beat: bool = False  # is the opponent's time the exercise's goal?
+
+    def outputs(self, inputs: Inputs) -> Parts:
+        """Return empty tensors for what the kernel writes, by name."""
+        new = [name for name in self.writes if name not in self.overwritten]
+        return self.others(inputs) | {n: torch.empty_like(inputs[self.reads[0]]) for n in new}
 
     def title(self, case: Case) -> str:
         """Return a case in words: 5 rows of 257 columns, fp32, with gaps between the rows."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exercises.grading.elementwise import ADAMW, ADD, ROPE_BACKWARD, SWIGLU_BACKWARD, TILE
+from exercises.grading import elementwise, losses, norms
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
@@ -14,33 +14,18 @@ from exercises.grading.findings import (
     known_mistakes,
     places_in_words,
 )
-from exercises.grading.losses import (
-    CROSS_ENTROPY,
-    CROSS_ENTROPY_INPLACE,
-    ONLINE_SOFTMAX,
-    SOFTMAX_FAST,
-)
-from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
 from harness.benchmark.checking import compare
 from harness.cli.device import DEVICE
 from judging.judged_file import Stopped
 from judging.layouts import Layout
 from judging.pretended_gpu import description_of
+from subjects.subject import same_bits
 
-EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
-    "add": ADD,
-    "tile": TILE,
-    "rmsnorm_forward": FORWARD,
-    "rmsnorm_dx": DX,
-    "rmsnorm_dw": DW,
-    "online_softmax": ONLINE_SOFTMAX,
-    "cross_entropy": CROSS_ENTROPY,
-    "cross_entropy_inplace": CROSS_ENTROPY_INPLACE,
-    "swiglu_backward": SWIGLU_BACKWARD,
-    "rope_backward": ROPE_BACKWARD,
-    "adamw": ADAMW,
-    "residual_norm": RESIDUAL,
-    "softmax_fast": SOFTMAX_FAST,
+EXERCISES: dict[str, Exercise] = {
+    each.name: each
+    for module in (elementwise, norms, losses)
+    for each in vars(module).values()
+    if isinstance(each, Exercise)
 }
 ADDED = (
     f"the result is added to what the memory held before the launch, here {UNWRITTEN:,.0f}: store "
@@ -129,14 +114,17 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     except Stopped as stopped:
         return [str(stopped)]
     tensors = {name: t.to(DEVICE) for name, t in seen["tensors"].items()}
-    changed = {n: not same(t, values[n].to(t.device)) for n, t in tensors.items()}
+    before = {name: values[name].to(DEVICE) for name in tensors}
+    changed = [n for n, t in tensors.items() if not same_bits({n: t}, {n: before[n]})]
     read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
     written = {name: t for name, t in tensors.items() if name not in read}
-    if is_first and not seen["findings"] and not any(changed.values()):
+    if is_first and not seen["findings"] and not changed:
         names = ", ".join(written)
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
     found = list(seen["findings"])
-    found += [f"{name} was changed, which the kernel only reads." for name in read if changed[name]]
+    found += [
+        f"{name} was changed, which the kernel only reads." for name in read if name in changed
+    ]
     for name in [name for name in written if name not in exercise.overwritten]:
         unwritten = written[name] == UNWRITTEN
         if unwritten.all():
@@ -148,10 +136,6 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     if found:  # wrong numbers follow from these
         return found if is_first else found + asked
     return wrong + asked if wrong else []
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def part_findings(

@@ -14,6 +14,9 @@ from exercises.grading.exercise import (
     CHUNK,
     DTYPE,
     FORMULA,
+    MANY_ROWS,
+    ONE_ROW,
+    STRIDES,
     Case,
     Exercise,
     Formula,
@@ -22,15 +25,11 @@ from exercises.grading.exercise import (
     chosen,
     orders,
 )
-from exercises.grading.norms import MANY_ROWS, ONE_ROW
 from harness.benchmark.benchmark_specs import LLAMA_VOCAB
 from harness.cli.device import DEVICE
 from subjects import cross_entropy
 from subjects.cross_entropy import ROWS
 
-IGNORED = -100
-TIMED_ROWS = 4096
-STRIDES = "Does row r of each tensor begin at r * the stride of that tensor?"
 CHUNKS = (
     "The row has several chunks here, and the last one is shorter: does the loop reach n_cols, "
     "does each lane beyond n_cols load -inf, and is each store masked?"
@@ -54,28 +53,31 @@ LARGE = of_d("Is m subtracted before each exponential?")
 FIRST = of_d(FORMULA)
 
 
-def cases(*more: Case, **options) -> tuple[Case, ...]:
-    """Return the cases of a kernel of long rows; options: of the exercise's `make`, in each."""
-
-    def case(n_rows: int, V: int, question, note: str = "", **of_case) -> Case:
-        given = {name: of_case.pop(name) for name in ("sides", "edges") if name in of_case}
-        return Case((n_rows,), V, question, options=options | given, note=note, **of_case)
-
+def cases(*more: Case) -> tuple[Case, ...]:
+    """Return the cases of a kernel of long rows."""
+    sides = "logits near -1,000 and near 1,000"
     return (
-        case(6, CHUNK, FIRST),
-        case(6, CHUNK, STRIDES, gaps=True),
-        case(6, 4 * CHUNK, RESCALED, gaps=True),
-        case(6, 193, CHUNKS, gaps=True),
-        case(5, 31, CHUNKS, gaps=True),
-        case(1, 1, ONE_ROW),
-        case(20, 593, CHUNKS, gaps=True, edges=True),
-        case(2, 40 * CHUNK + 1, CHUNKS),
-        case(53, 75, MANY_ROWS),
-        *orders((8,), 75, options=options),
-        case(6, 193, LARGE, "logits near -1,000 and near 1,000", sides=True),
+        Case((6,), CHUNK, FIRST),
+        Case((6,), CHUNK, STRIDES, gaps=True),
+        Case((6,), 4 * CHUNK, RESCALED, gaps=True),
+        Case((6,), 193, CHUNKS, gaps=True),
+        Case((5,), 31, CHUNKS, gaps=True),
+        Case((1,), 1, ONE_ROW),
+        Case((20,), 593, CHUNKS, gaps=True, options={"edges": True}),
+        Case((2,), 40 * CHUNK + 1, CHUNKS),
+        Case((53,), 75, MANY_ROWS),
+        *orders((8,), 75),
+        Case((6,), 193, LARGE, note=sides, options={"sides": True}),
         *more,
-        case(5, 193, DTYPE, dtype=BF16, gaps=True),
+        Case((5,), 193, DTYPE, dtype=BF16, gaps=True),
     )
+
+
+OF_LOGITS = {
+    "reads": ("logits",),
+    "blocks": {"block_size": CHUNK},
+    "timed": ((4096,), LLAMA_VOCAB),
+}
 
 
 def drawn(rows, V, dtype, sides=False, edges=False, **options) -> Inputs:
@@ -90,8 +92,8 @@ def drawn(rows, V, dtype, sides=False, edges=False, **options) -> Inputs:
         inputs["logits"][1::2] += 1000
     if edges:
         columns = [c for first in range(0, V, CHUNK) for c in (first, min(first + CHUNK, V) - 1)]
-        edges = torch.tensor(columns, device=DEVICE, dtype=torch.int64)
-        inputs["targets"] = edges.repeat(rows[0])[: rows[0]]
+        in_turns = torch.tensor(columns, device=DEVICE, dtype=torch.int64).repeat(rows[0])
+        inputs["targets"] = in_turns[: rows[0]]
     return inputs | {"dloss": douts["loss"]}
 
 
@@ -117,24 +119,15 @@ def lesson_forward(logits: torch.Tensor):
 
 
 FINITE = "With m = -inf before the loop, m - m_new is -inf - -inf = NaN: does m begin finite?"
+HIDDEN = {"note": "a first chunk of -inf in every second row", "options": {"forbidden": CHUNK}}
 ONLINE_SOFTMAX = Exercise(
+    name="online_softmax",
     make=make_logits,
-    outputs=lambda inputs: numbers_of_rows(inputs, "m", "d"),
+    others=lambda inputs: numbers_of_rows(inputs, "m", "d"),
     formula=Formula("loop", "softmax", "maximum", parts=("m", "d")),
-    cases=cases(
-        Case(
-            (6,),
-            193,
-            FINITE,
-            options={"forbidden": CHUNK},
-            note="a first chunk of -inf in every second row",
-        )
-    ),
-    blocks={"block_size": CHUNK},
-    reads=("logits",),
-    writes=(),
-    timed=((TIMED_ROWS,), LLAMA_VOCAB),
+    cases=cases(Case((6,), 193, FINITE, **HIDDEN)),
     lesson=lambda inputs: lesson_forward(inputs["logits"]),
+    **OF_LOGITS,
 )
 
 # ---- The loss and its gradient
@@ -143,27 +136,7 @@ ONLINE_SOFTMAX = Exercise(
 def make_loss(rows, V, dtype, **options) -> Inputs:
     """Return logits and targets, none of them ignored, and a gradient for each row's loss."""
     inputs = drawn(rows, V, dtype, **options)
-    return {
-        "dloss": inputs["dloss"],
-        "logits": inputs["logits"],
-        "targets": inputs["targets"].clamp(min=0),
-    }
-
-
-CROSS_ENTROPY = Exercise(
-    make=make_loss,
-    outputs=lambda inputs: (
-        numbers_of_rows(inputs, "loss", "m", "d") | {"dlogits": torch.empty_like(inputs["logits"])}
-    ),
-    formula=Formula("loop", "maximum", "loss", "gradient", parts=("m", "d", "loss", "dlogits")),
-    split=cross_entropy.target_and_other_entries,
-    cases=cases(),
-    blocks={"block_size": CHUNK},
-    reads=("logits", "logits"),
-    writes=("dlogits",),
-    timed=((TIMED_ROWS,), LLAMA_VOCAB),
-    lesson=lambda inputs: lesson_of_both(**inputs),
-)
+    return inputs | {"targets": inputs["targets"].clamp(min=0)}
 
 
 def lesson_of_both(dloss: torch.Tensor, logits: torch.Tensor, targets: torch.Tensor):
@@ -176,45 +149,47 @@ def lesson_of_both(dloss: torch.Tensor, logits: torch.Tensor, targets: torch.Ten
     return both
 
 
+CROSS_ENTROPY = Exercise(
+    name="cross_entropy",
+    make=make_loss,
+    others=lambda inputs: numbers_of_rows(inputs, "m", "d", "loss"),
+    writes=("dlogits",),
+    formula=Formula("loop", "maximum", "loss", "gradient", parts=("m", "d", "loss", "dlogits")),
+    split=cross_entropy.target_and_other_entries,
+    cases=cases(),
+    lesson=lambda inputs: lesson_of_both(**inputs),
+    **OF_LOGITS | {"reads": ("logits", "logits")},
+)
+
 # ---- In place
 
 
-def make_inplace(rows, V, dtype, ignore_index=IGNORED, **options) -> Inputs:
-    inputs = chosen(drawn(rows, V, dtype, **options), "logits", "targets")
-    targets = inputs["targets"]
-    targets[targets == IGNORED] = ignore_index
-    n_valid = (targets != ignore_index).sum().item()
-    return {**inputs, "scale": 1 / max(n_valid, 1), "ignore_index": ignore_index}
+def make_inplace(rows, V, dtype, ignore_index=-100, **options) -> Inputs:
+    inputs = drawn(rows, V, dtype, ignore_index=ignore_index, **options)
+    n_valid = (inputs["targets"] != ignore_index).sum().item()
+    numbers = {"scale": 1 / max(n_valid, 1), "ignore_index": ignore_index}
+    return chosen(inputs, "logits", "targets") | numbers
 
 
 def target_and_other_entries(inputs: Inputs) -> dict[str, Parts]:
     return {"logits": cross_entropy.target_and_other_entries(inputs)["dlogits"]}
 
 
-IGNORED_ROWS = "ignore_index is another one here: is the target compared with that argument?"
+IGNORED = "ignore_index is another one here: is the target compared with that argument?"
 CROSS_ENTROPY_INPLACE = Exercise(
+    name="cross_entropy_inplace",
     make=make_inplace,
-    outputs=lambda inputs: numbers_of_rows(inputs, "loss"),
+    others=lambda inputs: numbers_of_rows(inputs, "loss"),
     overwritten=("logits",),
+    writes=("logits",),
     formula=Formula("valid", "loop", "loss", "inplace", parts=("loss", "logits")),
     split=target_and_other_entries,
     cases=cases(
-        *(
-            Case(
-                (6,),
-                75,
-                IGNORED_ROWS,
-                options={"ignore_index": index},
-                note=f"ignore_index {index}",
-            )
-            for index in (-1, 3)
-        )
+        Case((6,), 75, IGNORED, note="ignore_index -1", options={"ignore_index": -1}),
+        Case((6,), 75, IGNORED, note="ignore_index 3", options={"ignore_index": 3}),
     ),
-    blocks={"block_size": CHUNK},
-    reads=("logits",),
-    writes=("logits",),
-    timed=((TIMED_ROWS,), LLAMA_VOCAB),
     lesson=lambda inputs: lambda: cross_entropy_inplace(inputs["logits"], inputs["targets"]),
+    **OF_LOGITS,
 )
 
 # ---- The softmax itself, fast
@@ -227,15 +202,13 @@ def softmax_compiled(logits: torch.Tensor):
 
 
 SOFTMAX_FAST = Exercise(
+    name="softmax_fast",
     make=make_logits,
-    outputs=lambda inputs: {"y": torch.empty_like(inputs["logits"])},
+    writes=("y",),
     formula=Formula("loop", "softmax", "softmax_fast", parts=("y",)),
     cases=cases(),
-    blocks={"block_size": CHUNK},
-    reads=("logits",),
-    writes=("y",),
-    timed=((TIMED_ROWS,), LLAMA_VOCAB),
     lesson=lambda inputs: softmax_compiled(inputs["logits"]),
     opponent="torch.compile",
     to_beat=True,
+    **OF_LOGITS,
 )

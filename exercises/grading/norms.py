@@ -8,6 +8,9 @@ from exercises.grading.exercise import (
     BF16,
     DTYPE,
     FORMULA,
+    MANY_ROWS,
+    ONE_ROW,
+    STRIDES,
     Case,
     Exercise,
     Formula,
@@ -21,43 +24,32 @@ from harness.cli.device import DEVICE
 from rmsnorm_kernel import rmsnorm_backward, rmsnorm_forward
 from subjects.rmsnorm import EPS, RMSNORM
 
-TIMED_ROWS = 16_384
-PROGRAMS = 4  # of dweight, in a small case; 5 where there are ODD_ROWS
-ODD_ROWS = 43
-STRIDES = (
-    "A row has 64 columns here, but the next row begins later: does row r of each tensor begin at "
-    "r * the stride of that tensor?"
-)
+TIMED = (16_384,), LLAMA_HIDDEN
 MASK = (
     "The block is longer than the row: is there a mask on each load and each store, do the lanes "
     "beyond the row load 0 (other=0.0), and does n_cols stand where the row's length is meant?"
 )
-ONE_ROW = "Is a single row, or a single column, something else to the kernel?"
-MANY_ROWS = "Fewer rows were right: does each of many rows have a program, or a turn of a loop?"
 SMALL = "x is small here: does eps stand where the docstring has it, and is it the argument eps?"
 
 
-def cases(small: Case, columns: int = 257) -> tuple[Case, ...]:
-    """Return the cases of a kernel of rows."""
+def cases(question: str, note: str, **of_small_x) -> tuple[Case, ...]:
+    """Return the cases of a kernel of rows.
+
+    of_small_x: options of the exercise's `make`, for which the question is asked.
+    """
     return (
         Case((8,), 64, FORMULA),
         Case((8,), 64, STRIDES, gaps=True),
-        Case((5,), columns, MASK, gaps=True),
+        Case((5,), 257, MASK, gaps=True),
         Case((5,), 33, MASK, gaps=True),
         Case((1,), 5000, MASK),
         Case((1,), 2, ONE_ROW),
-        Case((3,), 1, ONE_ROW, options=small.options),
+        Case((3,), 1, ONE_ROW, options=of_small_x),
         Case((53,), 16, MANY_ROWS),
         *orders((8,), 64),
-        small,
-        Case((5,), columns, DTYPE, dtype=BF16, gaps=True),
+        Case((5,), 257, question, note=note, options=of_small_x),
+        Case((5,), 257, DTYPE, dtype=BF16, gaps=True),
     )
-
-
-def rstd_of(x: torch.Tensor) -> torch.Tensor:
-    """Return 1 / sqrt(mean(x * x) + eps) of each row, at least in fp32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return torch.rsqrt(wide.pow(2).mean(-1) + EPS)
 
 
 # ---- The forward
@@ -69,13 +61,13 @@ def make_forward(rows, size, dtype, eps=EPS, scale=1.0) -> Inputs:
 
 
 FORWARD = Exercise(
+    name="rmsnorm_forward",
     make=make_forward,
-    outputs=lambda inputs: {"y": torch.empty_like(inputs["x"])},
     formula=Formula("plain", "norm", parts=("y",)),
-    cases=cases(Case((5,), 257, SMALL, options={"eps": 1e-2, "scale": 0.05}, note="eps 0.01")),
+    cases=cases(SMALL, "eps 0.01", eps=1e-2, scale=0.05),
     reads=("x",),
     writes=("y",),
-    timed=((TIMED_ROWS,), LLAMA_HIDDEN),
+    timed=TIMED,
     lesson=lambda inputs: partial(rmsnorm_forward, **inputs),
 )
 
@@ -88,40 +80,49 @@ def make_backward(rows, size, dtype, scale=1.0) -> Inputs:
     return {"dy": douts["y"], "x": x, "weight": inputs["weight"], "rstd": rstd_of(x)}
 
 
+def rstd_of(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / sqrt(mean(x * x) + eps) of each row, at least in fp32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.rsqrt(wide.pow(2).mean(-1) + EPS)
+
+
 DX = Exercise(
+    name="rmsnorm_dx",
     make=make_backward,
-    outputs=lambda inputs: {"dx": torch.empty_like(inputs["x"])},
     formula=Formula("dx", parts=("dx",)),
-    cases=cases(Case((5,), 257, FORMULA, options={"scale": 0.003}, note="small x")),
+    cases=cases(FORMULA, "small x", scale=0.003),
     reads=("dy", "x"),
     writes=("dx",),
-    timed=((TIMED_ROWS,), LLAMA_HIDDEN),
+    timed=TIMED,
     lesson=lambda inputs: partial(rmsnorm_backward, **inputs, need_dweight=False),
 )
 
 # ---- The weight's gradient
+
+ODD_ROWS = 43
+PROGRAMS = {ODD_ROWS: 5, TIMED[0][0]: 256}  # by the number of rows; two for each GPU's processor
 
 
 def make_dw(rows, size, dtype) -> Inputs:
     return chosen(make_backward(rows, size, dtype), "dy", "x", "rstd")
 
 
-def with_weight(inputs: Inputs) -> Inputs:
-    """Return the inputs with a weight of 1, on which its own gradient does not depend."""
-    return inputs | {"weight": torch.ones_like(inputs["x"][0])}
-
-
 def make_partial(inputs: Inputs) -> Parts:
-    x = inputs["x"]
-    # two for each of a GPU's processors
-    n_programs = {ODD_ROWS: 5, TIMED_ROWS: 256}.get(len(x), PROGRAMS)
-    return {"partial": torch.empty((n_programs, x.shape[-1]), device=DEVICE, dtype=torch.float32)}
+    n_rows, n_cols = inputs["x"].shape
+    sums = torch.empty((PROGRAMS.get(n_rows, 4), n_cols), device=DEVICE, dtype=torch.float32)
+    return {"partial": sums}
+
+
+def lesson_dw(inputs: Inputs):
+    """Return the lesson with a weight of 1, on which the weight's gradient does not depend."""
+    return partial(rmsnorm_backward, weight=torch.ones_like(inputs["x"][0]), **inputs)
 
 
 LOOP = "Does each program's loop go on, in steps of tl.num_programs(0), until n_rows?"
 DW = Exercise(
+    name="rmsnorm_dw",
     make=make_dw,
-    outputs=make_partial,
+    others=make_partial,
     formula=Formula("dw", parts=("dweight",)),
     parts=lambda inputs, written: {"dweight": written["partial"].sum(0).to(inputs["x"].dtype)},
     cases=(
@@ -140,9 +141,8 @@ DW = Exercise(
     ),
     axes={1: ("column",), 2: ("row", "column")},
     reads=("dy", "x"),
-    writes=(),
-    timed=((TIMED_ROWS,), LLAMA_HIDDEN),
-    lesson=lambda inputs: partial(rmsnorm_backward, **with_weight(inputs)),
+    timed=TIMED,
+    lesson=lesson_dw,
 )
 
 # ---- The norm of a sum
@@ -155,13 +155,13 @@ def make_residual(rows, size, dtype, **options) -> Inputs:
 
 
 RESIDUAL = Exercise(
+    name="residual_norm",
     make=make_residual,
-    outputs=lambda inputs: {name: torch.empty_like(inputs["x"]) for name in ("h", "y")},
     formula=Formula("residual", "norm", parts=("h", "y")),
     cases=FORWARD.cases,
     reads=("x", "residual"),
     writes=("h", "y"),
-    timed=((TIMED_ROWS,), LLAMA_HIDDEN),
+    timed=TIMED,
     lesson=lambda inputs: (
         lambda: rmsnorm_forward(inputs["x"] + inputs["residual"], inputs["weight"], inputs["eps"])
     ),
