@@ -18,8 +18,8 @@ import torch
 from exercises import check
 from exercises.grading import grading, learner, speed
 from exercises.grading.exercise import converted
-from exercises.grading.grading import EXERCISES, Verdict, grade
-from exercises.grading.norms import rstd_of
+from exercises.grading.exercises import EXERCISES, rstd_of
+from exercises.grading.grading import Verdict, grade
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import relative_error
 from harness.cli.device import HAS_GPU
@@ -137,17 +137,17 @@ def test_a_small_error_asks_for_fp16_and_not_for_the_formula(file_with):
 
 def asked_of_slip(exercise, sentence) -> list[str]:
     """Return what is asked of the numbers that a slip gives, in the first case that it changes."""
-    formula = exercise.formula
 
     def slipped(inputs, written):
-        in_fp32 = converted(inputs, torch.float32)
-        right = formula.computed(in_fp32)
+        in_fp32, formula = converted(inputs, torch.float32), exercise.formula
+        right = formula.computed(in_fp32, exercise.parts(inputs, written))
         return right | formula.mistakes(in_fp32, right).get(sentence, {})
 
     answer = dataclasses.replace(exercise, parts=slipped, overwritten=("all",))
     for case in exercise.cases:
         inputs = exercise.make(case.rows, case.size, case.dtype, **case.options)
-        wrong, asked = grading.part_findings(answer, inputs, {}, case)
+        written = exercise.outputs(inputs) | {name: inputs[name] for name in exercise.overwritten}
+        wrong, asked = grading.part_findings(answer, inputs, written, case)
         if wrong:
             return asked
     return []
@@ -161,23 +161,26 @@ def test_every_slip_is_named_in_one_exercise_at_least():
     assert {words for _, words in slips} == told
 
 
-SUBJECTS_OF = {"rmsnorm_dx": RMSNORM, "rmsnorm_dw": RMSNORM}
-SUBJECTS_OF |= {"cross_entropy": ROWS, "swiglu_backward": SWIGLU}
-
-
-@pytest.mark.parametrize("name, subject", SUBJECTS_OF.items())
-def test_a_formula_gives_what_autograd_finds(name, subject):
+@pytest.mark.parametrize(
+    "name, subject, parts",
+    [
+        ("rmsnorm_dx", RMSNORM, ["dx"]),
+        ("rmsnorm_dw", RMSNORM, ["dweight"]),
+        ("cross_entropy", ROWS, ["loss", "dlogits"]),
+        ("swiglu_backward", SWIGLU, ["dgate", "dup"]),
+    ],
+)
+def test_a_formula_gives_what_autograd_finds(name, subject, parts):
     given, douts = (converted(t, torch.float64) for t in subject.make((5,), 33, torch.float32))
     (dout,) = douts.values()
-    inputs = given | {"dy": dout, "dloss": dout, "rstd": None}
+    inputs = given | {"dy": dout, "dloss": dout}
     if "x" in given:
         inputs["rstd"] = rstd_of(given["x"])
     if "targets" in given:
         given["targets"].clamp_(min=0)
-    found = EXERCISES[name].formula.computed(inputs)
+    found = EXERCISES[name].formula.computed(inputs, parts)
     exact = run(subject, subject.reference, given, douts)
-    assert found.keys() & exact.keys()
-    assert all(relative_error(found[part], exact[part]) < 1e-12 for part in found.keys() & exact)
+    assert all(relative_error(found[part], exact[part]) < 1e-12 for part in parts)
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -259,14 +262,8 @@ def test_a_file_of_ones_own_is_judged_and_not_written(run_script, file_with):
 @pytest.mark.parametrize(
     "text, words",
     [
-        (
-            "\nimport nosuch\n",
-            "line 2 of mine.py with ModuleNotFoundError",
-        ),
-        ("import sys\nsys.exit(0)\n", "line 2 of mine.py with SystemExit: 0"),
         ("import os\nos._exit(0)\n", "ended with exit code 0"),
         (solved("add", ("    i =", "    while True:\n        pass\n    i =")), "longer than 2 s"),
-        ("x = 1".encode("utf-16").decode("latin1"), "not UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_judged_is_answered_in_a_sentence(
@@ -274,7 +271,7 @@ def test_a_file_that_cannot_be_judged_is_answered_in_a_sentence(
 ):
     monkeypatch.setattr(check, "SECONDS", 2)
     file = tmp_path / "mine.py"
-    file.write_bytes(text.encode("latin1"))
+    file.write_text(text)
     outcome = run_script(check, "add", "--file", str(file))
     assert outcome.code == 1 and words in " ".join(outcome.out.split()), outcome
 

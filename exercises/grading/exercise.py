@@ -1,9 +1,10 @@
 """What the checker knows of an exercise beside its words: `Exercise`, and the cases it runs on."""
 
 import contextlib
+import functools
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,12 +26,6 @@ DTYPE = (
     "fp32 was right: is each loaded tensor converted by .to(tl.float32) before it is used, and is "
     "only the result rounded?"
 )
-STRIDES = (
-    "The next row begins later than the last one ends: does row r of each tensor begin at r * the "
-    "stride of that tensor?"
-)
-ONE_ROW = "Is a single row, or a single column, something else to the kernel?"
-MANY_ROWS = "Fewer rows were right: does each of many rows have a program, or a turn of a loop?"
 ORDER = (
     "A GPU runs the programs in any order: does a program read what another one writes, or count "
     "on being the first?"
@@ -66,10 +61,8 @@ def orders(rows: tuple[int, ...], size: object) -> tuple[Case, ...]:
 
 def exchanged(dy: torch.Tensor) -> torch.Tensor:
     """Return what a kernel reads that exchanges the strides of head and token; NaN outside."""
-    B, n_heads, T, _ = dy.shape
     sample, head, token, _ = dy.stride()
-    memory = dy.new_full((B * sample + n_heads * token + T * head,), torch.nan)
-    memory[: dy.numel()] = dy.transpose(1, 2).flatten()
+    memory = F.pad(dy.transpose(1, 2).flatten(), (0, dy[0].numel()), value=torch.nan)
     return memory.as_strided(dy.shape, (sample, token, head, 1))
 
 
@@ -114,24 +107,23 @@ class Formula:
     An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip.
     """
 
-    def __init__(self, *sections: str, parts: tuple[str, ...]):
+    def __init__(self, *sections: str):
         found = sections_of("formulas.txt")
         code, slips = code_and_slips([line for name in sections for line in found[name]])
-        self.parts = parts  # what the lines compute for the comparison
         self.lines = textwrap.dedent(code)
         self.slips = {sentence: (old, new) for old, new, sentence in slips}
 
-    def computed(self, inputs: Inputs, old: str = "", new: str = "") -> Parts:
+    def computed(self, inputs: Inputs, parts: Iterable[str], old: str = "", new: str = "") -> Parts:
         names = names_of(inputs)
         exec(self.lines.replace(old, new) if old else self.lines, names)
-        return {part: names[part] for part in self.parts}
+        return {part: names[part] for part in parts}
 
     def mistakes(self, inputs: Inputs, right: Parts) -> Mistakes:
         """Return what each slip changes.  One that stops, or gives NaN, is no answer here."""
         mistakes = {}
         for sentence, slip in self.slips.items():
             with contextlib.suppress(IndexError, RuntimeError):
-                parts = self.computed(inputs, *slip).items()
+                parts = self.computed(inputs, right, *slip).items()
                 parts = {name: t.expand_as(right[name]) for name, t in parts}
                 mistakes[sentence] = {n: t for n, t in parts.items() if not t.equal(right[n])}
         return mistakes
@@ -154,7 +146,7 @@ class Exercise:
     name: str
     # (rows, size, dtype, **options) -> the inputs
     make: Callable[..., Inputs]
-    formula: Formula
+    sections: tuple[str, ...] = ()  # of its formula, if not the one of its name
     # what must be moved, as names of inputs and outputs; an output is as large as the first of them
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
@@ -177,6 +169,10 @@ class Exercise:
     opponent: str = "the lesson"
     to_beat: bool = False  # is the opponent's time the exercise's goal?
 
+    @functools.cached_property
+    def formula(self) -> Formula:
+        return Formula(*(self.sections or [self.name]))
+
     def outputs(self, inputs: Inputs) -> Parts:
         """Return empty tensors for what the kernel writes, by name."""
         new = [name for name in self.writes if name not in self.overwritten]
@@ -187,11 +183,6 @@ class Exercise:
         gaps = "with gaps between the rows" if case.gaps else ""
         words = self.in_words(case.rows, case.size), DTYPE_NAME[case.dtype].lower(), gaps, case.note
         return ", ".join(filter(None, words))
-
-
-def chosen(inputs: Inputs, *names: str) -> Inputs:
-    """Return some of the inputs."""
-    return {name: inputs[name] for name in names}
 
 
 def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:

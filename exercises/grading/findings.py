@@ -30,10 +30,6 @@ class Answer:
     checks: list[Check]  # one for each piece
 
     @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    @property
     def failed(self) -> list[Check]:
         return [check for check in self.checks if not check.passed]
 
@@ -69,7 +65,7 @@ def known_mistakes(answers: dict[str, Answer], mistakes: Mistakes) -> list[str]:
     A mistake counts only if all parts that it changes are as it says.
     """
     alike = {}  # mistake: (how many wrong parts it explains, how near it is)
-    wrong = {part for part, answer in answers.items() if not answer.passed}
+    wrong = {part for part, answer in answers.items() if answer.failed}
     for sentence, parts in mistakes.items():
         distances = [answers[part].distance(t) for part, t in parts.items()]
         if parts.keys() & wrong and max(distances) <= 1:

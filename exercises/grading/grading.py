@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from exercises.grading import elementwise, losses, norms
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
@@ -21,12 +20,6 @@ from judging.layouts import Layout
 from judging.pretended_gpu import description_of
 from subjects.subject import same_bits
 
-EXERCISES: dict[str, Exercise] = {
-    each.name: each
-    for module in (elementwise, norms, losses)
-    for each in vars(module).values()
-    if isinstance(each, Exercise)
-}
 ADDED = (
     f"the result is added to what the memory held before the launch, here {UNWRITTEN:,.0f}: store "
     "the result, or zero the memory before"
@@ -113,19 +106,17 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
         seen = run(values, case.order)
     except Stopped as stopped:
         return [str(stopped)]
-    tensors = {name: t.to(DEVICE) for name, t in seen["tensors"].items()}
-    before = {name: values[name].to(DEVICE) for name in tensors}
-    changed = [n for n, t in tensors.items() if not same_bits({n: t}, {n: before[n]})]
-    read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
-    written = {name: t for name, t in tensors.items() if name not in read}
+    tensors = seen["tensors"]
+    changed = [n for n, t in tensors.items() if not same_bits({n: t}, {n: values[n]})]
+    new = [name for name in tensors if name not in inputs]
+    written = {name: tensors[name].to(DEVICE) for name in (*new, *exercise.overwritten)}
     if is_first and not seen["findings"] and not changed:
         names = ", ".join(written)
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
-    found = list(seen["findings"])
-    found += [
-        f"{name} was changed, which the kernel only reads." for name in read if name in changed
-    ]
-    for name in [name for name in written if name not in exercise.overwritten]:
+    harmed = [name for name in changed if name not in written]
+    found = [f"{name} was changed, which the kernel only reads." for name in harmed]
+    found = seen["findings"] + found
+    for name in new:
         unwritten = written[name] == UNWRITTEN
         if unwritten.all():
             found.append(f"Nothing of {name} is written.")
@@ -143,15 +134,15 @@ def part_findings(
 ) -> tuple[list[str], list[str]]:
     """Return sentences about parts that are wrong, and the known mistake or else a question."""
     formula, exact_inputs = exercise.formula, converted(inputs, torch.float64)
-    right = formula.computed(exact_inputs)
-    eager = formula.computed(converted(inputs, torch.float32))
     found, all_pieces, answers = exercise.parts(inputs, written), exercise.split(inputs), {}
+    right = formula.computed(exact_inputs, found)
+    eager = formula.computed(converted(inputs, torch.float32), found)
     for part, exact in right.items():
         pieces = all_pieces.get(part, {})
         tensors = found[part], exact, eager[part].to(found[part].dtype)  # rounded once
         checks = [compare(part, *map(piece, tensors)) for piece in in_pieces(pieces)]
         answers[part] = Answer(found[part], exact, pieces, checks)
-    wrong = {part: answer for part, answer in answers.items() if not answer.passed}
+    wrong = {part: answer for part, answer in answers.items() if answer.failed}
     if not wrong:
         return [], [case.question] if isinstance(case.question, str) else []
     sentences = [f"{p} is wrong {answer.in_words(exercise.axes)}" for p, answer in wrong.items()]
