@@ -152,8 +152,6 @@ class Exercise:
     writes: tuple[str, ...] = ()
     # (inputs) -> empty tensors of other sizes that the kernel writes, by name
     others: Callable[[Inputs], Parts] = lambda inputs: {}
-    # inputs that the kernel overwrites
-    overwritten: tuple[str, ...] = ()
     # (inputs, what was written by name) -> the parts
     parts: Callable[[Inputs, Parts], Parts] = lambda inputs, written: written
     # (inputs) -> {part: {label: which elements are compared by themselves}}
@@ -172,6 +170,10 @@ class Exercise:
     @functools.cached_property
     def formula(self) -> Formula:
         return Formula(*(self.sections or [self.name]))
+
+    @property
+    def overwritten(self) -> list[str]:
+        return [name for name in self.writes if name in self.reads]
 
     def outputs(self, inputs: Inputs) -> Parts:
         """Return empty tensors for what the kernel writes, by name."""

@@ -400,7 +400,6 @@ CROSS_ENTROPY_INPLACE = Exercise(
     name="cross_entropy_inplace",
     make=make_inplace,
     others=lambda inputs: numbers_of_rows(inputs, "loss"),
-    overwritten=("logits",),
     writes=("logits",),
     sections=("valid", "loop", "loss", "inplace"),
     split=lambda inputs: {"logits": target_and_other_entries(inputs)["dlogits"]},
@@ -515,7 +514,6 @@ def lesson_of_adamw(inputs: Inputs):
 ADAMW = Exercise(
     name="adamw",
     make=make_adamw,
-    overwritten=("p", "m", "v"),
     cases=cases_of_numbers(
         Case((5,), 33, FORMULA, note="other settings", options={"settings": OTHERS}),
         Case((16,), 211, ROUNDED, BF16, note=CANCELS, options={"cancels": True}),

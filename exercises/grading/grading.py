@@ -1,6 +1,6 @@
 """Run an exercise's `launch` on its cases, and say in words what is right and what is wrong."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
-    Answer,
+    difference_in_words,
     in_pieces,
     known_mistakes,
     places_in_words,
@@ -134,40 +134,42 @@ def part_findings(
 ) -> tuple[list[str], list[str]]:
     """Return sentences about parts that are wrong, and the known mistake or else a question."""
     formula, exact_inputs = exercise.formula, converted(inputs, torch.float64)
-    found, all_pieces, answers = exercise.parts(inputs, written), exercise.split(inputs), {}
+    found, split = exercise.parts(inputs, written), exercise.split(inputs)
     right = formula.computed(exact_inputs, found)
     eager = formula.computed(converted(inputs, torch.float32), found)
-    for part, exact in right.items():
-        pieces = all_pieces.get(part, {})
-        tensors = found[part], exact, eager[part].to(found[part].dtype)  # rounded once
-        checks = [compare(part, *map(piece, tensors)) for piece in in_pieces(pieces)]
-        answers[part] = Answer(found[part], exact, pieces, checks)
-    wrong = {part: answer for part, answer in answers.items() if answer.failed}
-    if not wrong:
+    rounded = {part: t.to(found[part].dtype) for part, t in eager.items()}  # once
+    theirs, exact, ours = (in_pieces(each, split) for each in (rounded, right, found))
+    checks = {piece: compare(piece[0], t, exact[piece], theirs[piece]) for piece, t in ours.items()}
+    failed = {piece: check for piece, check in checks.items() if not check.passed}
+    if not failed:
         return [], [case.question] if isinstance(case.question, str) else []
-    sentences = [f"{p} is wrong {answer.in_words(exercise.axes)}" for p, answer in wrong.items()]
+    wrong, sentences = [*dict.fromkeys(part for part, _ in failed)], []
+    for name in wrong:
+        allowed = max(check.allowed for (part, _), check in checks.items() if part == name)
+        words = difference_in_words(found[name], right[name], allowed, exercise.axes)
+        sentences.append(f"{name} is wrong {words}")
     mistakes = formula.mistakes(exact_inputs, right)
     if not exercise.overwritten:
         before = {name: torch.full_like(t, UNWRITTEN) for name, t in written.items()}
         held = exercise.parts(inputs, before)
         mistakes[ADDED] = {part: t + held[part] for part, t in right.items() if part in wrong}
-    named = known_mistakes(answers, mistakes)
+    named = known_mistakes(found, split, checks, mistakes)
     if named:
         return sentences, [f"A known mistake gives the same numbers: {each}." for each in named]
     question = case.question
     if isinstance(question, dict):
-        question = question.get(next(iter(wrong)), "")
+        question = question.get(wrong[0], "")
     asked = [question] if question else []
-    errors = [check.error for answer in wrong.values() for check in answer.failed]
-    if case.dtype == torch.float32 and all(2e-5 < error < 2e-2 for error in errors):
+    is_small = all(2e-5 < check.error < 2e-2 for check in failed.values())
+    if case.dtype == torch.float32 and is_small:
         # the first case asks for nothing else that a small error could come from
         asked = [NOT_FP32] if case is exercise.cases[0] else [*asked, NOT_FP32]
-    return sentences + explained(wrong.values()), asked
+    return sentences + explained([found[part] for part in wrong]), asked
 
 
-def explained(answers: Iterable[Answer]) -> list[str]:
+def explained(wrong: list[torch.Tensor]) -> list[str]:
     """Return where numbers come from that no right kernel gives."""
-    numbers = torch.cat([answer.found.flatten().double() for answer in answers])
+    numbers = torch.cat([t.flatten().double() for t in wrong])
     multiples = UNWRITTEN * torch.arange(1, 9, dtype=numbers.dtype, device=numbers.device)
     near = (numbers[:, None] - multiples).abs() < abs(UNWRITTEN) / 20
     return [NAN] * bool(numbers.isnan().any()) + [BEFORE] * bool(near.any())
