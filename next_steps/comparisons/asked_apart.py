@@ -37,7 +37,7 @@ OF_TRITON = "", "ours"  # libraries whose kernels can be compiled without a GPU
 FAULTS = "wrong", "refused"
 TOOLS = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}
 HERE = "next_steps.comparisons.asked_apart"
-FAULT = re.compile(r"Invalid|Misaligned|Error|Warning|Race|Potential|Uninit")
+REPORTED = re.compile(r"^=+ ((?:Invalid|Misaligned|Error: |Warning: ).*)\n=+ +(.*)", re.MULTILINE)
 OF_CUBLAS = re.compile(r"cublas|cutlass|gemm|gemv|xmma|nvjet|splitk", re.IGNORECASE)
 
 
@@ -193,7 +193,7 @@ def sanitized(tool: str) -> Verdict:
         said = "".join(log.read_text() for log in Path(folder).iterdir() if not log.suffix)
     if "SUMMARY" not in said:
         return Verdict(contract, "not tried", words="compute-sanitizer ended without a summary")
-    paragraphs = re.sub(r"^=+ ?", "", said, flags=re.MULTILINE).split("\n\n")
-    faults = [each for each in paragraphs if FAULT.match(each) and not OF_CUBLAS.search(each)]
-    words = "; ".join(" ".join(each.split()) for each in faults)
+    reports = dict.fromkeys(map(" ".join, REPORTED.findall(said)))  # one thread's is as another's
+    faults = [each for each in reports if not OF_CUBLAS.search(each)]
+    words = "; ".join(faults)
     return Verdict(contract, "wrong" if faults else "holds", words=words)
