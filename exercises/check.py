@@ -52,8 +52,7 @@ def judge(name: str, file: Path) -> int:
 
     The file runs in processes of its own.  The verdict is made in this one.
     """
-    from exercises.grading.exercises import EXERCISES
-    from exercises.grading.grading import grade, refused_by_triton
+    from exercises.grading.grading import EXERCISES, grade, refused_by_triton
     from harness.cli.device import HAS_GPU
     from judging.pretended_gpu import COMPILING
     from judging.processes import Apart
@@ -84,7 +83,7 @@ def report(name: str, verdict, rows: list) -> tuple[bool, list[str]]:
     verdict: a grading.Verdict.  rows: of speed.times; none without a GPU.
     """
     from exercises.grading import speed
-    from exercises.grading.exercises import EXERCISES
+    from exercises.grading.grading import EXERCISES
 
     exercise, words, names = EXERCISES[name], WORDS[name], list(WORDS)
     if not verdict.right:

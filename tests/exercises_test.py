@@ -18,8 +18,8 @@ import torch
 from exercises import check
 from exercises.grading import grading, learner, speed
 from exercises.grading.exercise import converted
-from exercises.grading.exercises import EXERCISES, rstd_of
-from exercises.grading.grading import Verdict, grade
+from exercises.grading.grading import EXERCISES, Verdict, grade
+from exercises.grading.reductions import rstd_of
 from exercises.grading.words import WORDS
 from harness.benchmark.checking import relative_error
 from harness.cli.device import HAS_GPU

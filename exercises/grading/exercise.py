@@ -26,6 +26,10 @@ DTYPE = (
     "fp32 was right: is each loaded tensor converted by .to(tl.float32) before it is used, and is "
     "only the result rounded?"
 )
+STRIDES = (
+    "The next row begins later than the last one ends: does row r of each tensor begin at r * the "
+    "stride of that tensor?"
+)
 ORDER = (
     "A GPU runs the programs in any order: does a program read what another one writes, or count "
     "on being the first?"
@@ -185,6 +189,11 @@ class Exercise:
         gaps = "with gaps between the rows" if case.gaps else ""
         words = self.in_words(case.rows, case.size), DTYPE_NAME[case.dtype].lower(), gaps, case.note
         return ", ".join(filter(None, words))
+
+
+def chosen(inputs: Inputs, *names: str) -> Inputs:
+    """Return some of the inputs."""
+    return {name: inputs[name] for name in names}
 
 
 def converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:

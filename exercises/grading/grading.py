@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from exercises.grading import elementwise, reductions
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
@@ -20,6 +21,12 @@ from judging.layouts import Layout
 from judging.pretended_gpu import description_of
 from subjects.subject import same_bits
 
+EXERCISES: dict[str, Exercise] = {
+    each.name: each
+    for module in (elementwise, reductions)
+    for each in vars(module).values()
+    if isinstance(each, Exercise)
+}
 ADDED = (
     f"the result is added to what the memory held before the launch, here {UNWRITTEN:,.0f}: store "
     "the result, or zero the memory before"

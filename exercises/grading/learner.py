@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from exercises.grading.exercise import Inputs
-from exercises.grading.exercises import EXERCISES
+from exercises.grading.grading import EXERCISES
 from exercises.grading.speed import times
 from harness.cli.device import DEVICE, synchronize
 from harness.steps.launches import intercepted
