@@ -124,17 +124,17 @@ def position(lines: list[str], beginning: str, start: int) -> int:
 
 
 def cut(lines: list[str], parts: list[str]) -> list[str]:
-    """Return the lines that the parts name; LEFT_OUT stands where lines are missing between."""
+    """Return the lines that the parts name; LEFT_OUT stands between them where lines are missing."""
     shown, end = [], 0
     for part in parts:
         first, dots, last = (text.strip() for text in part.partition(".."))
         start = position(lines, first, end)
         stop = position(lines, last, start) + 1 if last else len(lines) if dots else start + 1
-        if start > end:
+        if shown and start > end:
             shown.append(LEFT_OUT if any(lines[end:start]) else "")
         shown += lines[start:stop]
         end = stop
-    return shown + ([LEFT_OUT] if any(lines[end:]) else [])
+    return shown
 
 
 def without_last_column(lines: list[str], name: str) -> list[str]:
