@@ -87,7 +87,7 @@ def render(names: list[str]) -> str:
     records = [load_record(name) for name in names]
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
-        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "finetune, several": lambda *runs: compare_runs.render([[run] for run in runs]),
         "profile, several": compare_profiles.render_comparison,
         "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
@@ -188,8 +188,8 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         ("roofline_fp8_4x2048", "profile_full_4x2048", "profile_fp8_4x2048"),
     ):
         yield name, roofline.plot, [[load_record(before), load_record(after)]]
-    runs = [load_record(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
-    yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
+    runs = [[load_record(f"finetune_{which}_4x2048")] for which in ("baseline", "optimized")]
+    yield "comparison_4x2048", compare_runs.plot, [runs]
     yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in PARALLEL]]
     yield "addresses", addresses_picture.plot, []
     yield "ladder", ladder.plot, [[load_record("ladder_1x512"), load_record("ladder_4x2048")]]
