@@ -1,4 +1,4 @@
-"""Step 11, the result: compare recorded fine-tuning runs.
+"""Lesson 11, the result: compare recorded fine-tuning runs.
 
     python finetune_baseline.py  --json baseline.json
     python finetune_optimized.py --json optimized.json

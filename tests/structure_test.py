@@ -163,7 +163,7 @@ def test_no_module_is_too_long_and_no_line_too_wide():
 
 
 # Modules of one shape have parts of one name: a subject's, a lesson's constants (it is carried away
-# alone), a command's flags, what a record prints and draws, step 11's two scripts, the decoder
+# alone), a command's flags, what a record prints and draws, lesson 11's two scripts, the decoder
 # layer in each precision.
 SHARED = {"SUBJECTS", "MEAN", "ROWS", "EPS", "make", "make_plain", "reference", "eager"}
 SHARED |= {"wrong_answers", "bad_input", "bytes_of_statistics", "LOG2E", "LOWEST", "DecoderLayer"}

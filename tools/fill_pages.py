@@ -124,7 +124,7 @@ def position(lines: list[str], beginning: str, start: int) -> int:
 
 
 def cut(lines: list[str], parts: list[str]) -> list[str]:
-    """Return the lines that the parts name; LEFT_OUT stands between them where lines are missing."""
+    """Return the lines that the parts name; LEFT_OUT stands between where lines are missing."""
     shown, end = [], 0
     for part in parts:
         first, dots, last = (text.strip() for text in part.partition(".."))
