@@ -24,8 +24,8 @@ from exercises.grading.words import WORDS
 from harness.benchmark.checking import FLOOR, relative_error
 from harness.cli.device import HAS_GPU
 from judging import pretended_gpu
+from judging.compile_targets import COMPILING
 from judging.judged_file import Stopped
-from judging.pretended_gpu import COMPILING
 from judging.processes import Apart
 from subjects.cross_entropy import ROWS
 from subjects.rmsnorm import RMSNORM

@@ -11,8 +11,8 @@ import torch
 
 import judge
 from harness.cli.device import HAS_GPU
+from judging.compile_targets import COMPILING
 from judging.judged_file import Stopped
-from judging.pretended_gpu import COMPILING, description_of
 from judging.processes import Apart
 from next_steps.comparisons.asked_apart import sanitized
 from tests.conftest import assert_refused
@@ -127,7 +127,7 @@ def compile_copy(file: str) -> list[list[str]]:
     """Return the compile errors for fp32 and bf16."""
     with Apart("judging.pretended_gpu:compiler_of", file, "launch", environment=COMPILING) as apart:
         return [
-            apart.call({"x": description_of(x), "y": description_of(x)}, seconds=120)
+            apart.call({"x": x, "y": x}, seconds=120)
             for x in (torch.empty(4, 50, dtype=each) for each in (torch.float32, torch.bfloat16))
         ]
 

@@ -25,7 +25,7 @@ from harness.benchmark.checking import compare
 from harness.cli.device import DEVICE
 from judging.judged_file import Stopped
 from judging.layouts import Layout
-from judging.pretended_gpu import description_of
+from subjects.subject import same_bits
 
 EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
     "add": ADD,
@@ -115,8 +115,7 @@ def refused_by_triton(exercise: Exercise, compiled: Callable[[dict], list[str]])
     """
     for case in (exercise.cases[0], exercise.cases[-1]):
         _, values = arguments(exercise, case)
-        found = compiled({name: description_of(value) for name, value in values.items()})
-        if found:
+        if found := compiled(values):
             return [sentence + ADDRESS * ("pointer<" in sentence) for sentence in found]
     return []
 
@@ -129,7 +128,7 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     except Stopped as stopped:
         return [str(stopped)]
     tensors = {name: t.to(DEVICE) for name, t in seen["tensors"].items()}
-    changed = {n: not same(t, values[n].to(t.device)) for n, t in tensors.items()}
+    changed = {n: not same_bits({n: t}, {n: values[n].to(t.device)}) for n, t in tensors.items()}
     read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
     written = {name: t for name, t in tensors.items() if name not in read}
     if is_first and not seen["findings"] and not any(changed.values()):
@@ -148,10 +147,6 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     if found:  # wrong numbers follow from these
         return found if is_first else found + asked
     return wrong + asked if wrong else []
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def part_findings(
