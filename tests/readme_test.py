@@ -179,6 +179,7 @@ WITH_SNIPPETS = [
 PRINTED = {
     "README.md": ["m = 5   d = 1.203", "m = 7   d = 1.587", "loss = 0.462", "True", "True"],
     "docs/backward.md": ["True True True"],
+    "docs/cross_entropy.md": ["[0, 7, 6, 5] [1, 2, 3, 4]", "True", "True", "0.0"],
 }
 
 

@@ -14,7 +14,7 @@ A page marks what comes from a record by one comment in the line above the block
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Total -->       the last column of its tables left out
     <!-- table: NAME WORD ... -->                      NAME(WORD, ...) or NAME_table(WORD, ...)
-                                                       of page_*_tables.py
+                                                       of page_*_table*.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
@@ -59,9 +59,10 @@ def pages() -> list[Path]:
 
 def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_published_tables, page_step_tables
+    from tools import page_found_table, page_kernel_tables, page_published_tables, page_step_tables
 
     tables = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
+    tables |= vars(page_found_table)
     tables |= {"flags_table": flags.page, "exercises_table": words.page}
 
     def computed(match: re.Match) -> str:
