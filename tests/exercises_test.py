@@ -81,14 +81,9 @@ def ids(mistakes):
 
 
 def test_every_exercise_has_a_file_words_a_solution_and_mistakes():
-<<<<<<< HEAD
     assert [*WORDS] == [*SOLUTIONS] and {*WORDS} == {*EXERCISES}
     assert {*WORDS} == {name for name, *_ in MISTAKES} == {name for name, _ in RIGHT}
-    files = {path.stem for path in (HERE / "exercises").glob("*.py")}
-=======
-    assert [*EXERCISES] == [*WORDS] == [*SOLUTIONS] == [*MISTAKES] == [*RIGHT]
     files = {path.stem for path in tracked("exercises/*.py") if path.parent.name == "exercises"}
->>>>>>> s_read2
     assert files == {"__init__", "check", *EXERCISES}
     numbers = [ast.get_docstring(ast.parse(file_of(name).read_text())) for name in WORDS]
     assert all(f"Exercise {i}: " in text for i, text in enumerate(numbers, start=1))
