@@ -29,9 +29,7 @@ from tests.conftest import assert_refused
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
 from tests.small_workloads import MADE_UP
-
-RESULTS = Path(__file__).parents[1] / "results"
-
+from tools.page_records import RESULTS
 
 # ---------------------------------------------------------------- hand-made records
 
@@ -402,7 +400,7 @@ DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_profile_of_which_a_part_is_missing_is_one_sentence(compare, which):
     """Whatever part, and in whichever of the two; those that are not read may be anything."""
-    whole = json.loads((RESULTS / "profile_1x512.json").read_text())
+    whole = recorded("1x512")
     refused = set()
     for key, damage in itertools.product(whole.keys() - {"kind"}, DAMAGES):
         records = [whole, whole]
@@ -430,7 +428,7 @@ def test_a_profile_of_which_a_part_is_missing_is_one_sentence(compare, which):
     ids=str,
 )
 def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(compare, key, within, value):
-    record = json.loads((RESULTS / "profile_1x512.json").read_text())
+    record = recorded("1x512")
     record[key][within] = value
     assert_refused(compare(record, record), f"is a damaged record, without a usable {key}")
 
