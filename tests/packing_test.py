@@ -201,7 +201,7 @@ def test_scripts_take_packed_steps(run_script, tmp_path, monkeypatch, file, scri
     outcome = run_script(script, *TINY, "--data", file, "--pack", *flags)
     assert outcome.code == 0, outcome.err
     if script is not profile_baseline:
-        assert "packed: " in outcome.out and "padding, " in outcome.out
+        assert "packed: " in outcome.out and "Padding: " in outcome.out
         assert ("Waiting for data: " in outcome.out) == HAS_GPU
     if "--save" in flags:  # what was trained so serves any attention
         assert (

@@ -53,6 +53,8 @@ def result_block(record: dict) -> str:
     """Return the playbook's result block, from a record; older records lack some of its lines."""
     on_gpu = record["environment"]["gpu"] is not None
     rows = times_of(record) if on_gpu else {}
+    if padding := record.get("padding"):
+        rows["Padding:"] = f"{100 * padding:.1f} % of what is computed; its tokens do not count"
     if waits := record.get("checkpoint_seconds"):
         rows["Waiting for checkpoints:"] = f"{sum(waits):.1f} s in all, for {len(waits)}"
     before, after = record["validation_loss_before"], record["validation_loss_after"]
@@ -79,8 +81,6 @@ def times_of(record: dict) -> dict[str, str]:
     throughput = f"{record['tokens_per_second']:,.0f} tokens/sec"
     if "tokens_per_second_per_gpu" in record:
         throughput += f", {record['tokens_per_second_per_gpu']:,.0f} in each process"
-    if padding := record.get("padding"):
-        throughput += f"; padding, {100 * padding:.1f} % of what is computed, does not count"
     profiled = f"of kernels in step {last_step}, which was profiled"
     rows = {
         "Average time per step:": f"{record['average_seconds']:.3f} s (steps {first} to {last})",
