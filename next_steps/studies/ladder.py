@@ -33,7 +33,7 @@ from harness.records import run_records
 
 HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
-CPU_MINUTES = "some five"
+CPU_MINUTES = "five to ten"
 FLOAT8 = [OPPONENTS[name] for name in FP8_OPPONENTS]
 IN_A_GRAPH = ", CUDA graph"  # ends the name of such a run after the rungs
 OUR_COLOUR, BASELINE_COLOUR, OPPONENT_COLOUR = "#D55E00", "#777777", "#0072B2"
