@@ -1,4 +1,4 @@
-"""Step 1: is everything here, and do the kernels run?
+"""Lesson 1: is everything here, and do the kernels run?
 
     python check_toolchain.py
 
@@ -84,7 +84,7 @@ def inspect() -> dict:
         package = getattr(error, "name", None) or "a package"
         raise RunError(
             f"{package} cannot be imported ({error}): install it with "
-            "`pip install -r requirements.txt`, or use the container of the README's step 1"
+            "`pip install -r requirements.txt`, or use the container of the README's lesson 1"
         ) from error
     import torch
 
