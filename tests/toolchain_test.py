@@ -1,11 +1,13 @@
 """compile_check.py, check_toolchain.py, make test: they pass here, and what makes them fail."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,12 @@ import torch
 import check_toolchain
 import rmsnorm_kernel
 from harness.benchmark.checking import Check
+from harness.cli import command_line, device, tables
+from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import KERNEL_ROWS
+from harness.records import run_records
+from harness.steps import launches, parallel
 from judging import pretended_gpu
 from judging.compile_targets import UNALIGNED, CompiledKernel, widest_access
 from next_steps.comparisons import repeats
@@ -273,7 +279,73 @@ def test_no_kernel_adds_by_atomics():
     assert not [path for path in sources if "tl.atomic" in path.read_text()]
 
 
-@pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
+GB300, RTX, SECOND_RTX = (
+    SimpleNamespace(name=f"NVIDIA {name}", uuid=f"4c02-{number}")
+    for number, name in enumerate(["GB300", "RTX PRO 6000", "RTX PRO 6000"])
+)
+
+
+def seeing(*gpus: SimpleNamespace) -> contextlib.AbstractContextManager:
+    """Let torch.cuda answer as where these GPUs are visible."""
+    return launches.replaced(
+        torch.cuda,
+        device_count=lambda: len(gpus),
+        get_device_properties=gpus.__getitem__,
+        get_device_name=lambda: gpus[0].name,
+    )
+
+
+@pytest.mark.parametrize("gpus, differ, pick", [
+    ([GB300], False, False),
+    ([RTX, SECOND_RTX], False, True),
+    ([RTX, GB300], True, True),
+])  # fmt: skip
+def test_several_visible_gpus_are_named_with_the_one_that_is_used(gpus, differ, pick):
+    with seeing(*gpus):
+        text = "\n".join(check_toolchain.several_gpus(device.visible_gpus()))
+    assert ("The visible GPUs differ." in text) == differ
+    assert all((f"{gpu.name}, GPU-{gpu.uuid}\n" in text) == pick for gpu in gpus)
+    assert (f"Scripts use the first, {gpus[0].name}." in text) == pick
+    assert all((word in text) == pick for word in ("CUDA_VISIBLE_DEVICES=", "device=GPU-"))
+    assert all(len(line) <= tables.TERMINAL for line in text.splitlines())
+
+
+@pytest.mark.parametrize("gpus, said", [
+    ([RTX], ""),
+    ([RTX, SECOND_RTX], ""),
+    ([RTX, GB300], " (not used: NVIDIA GB300)"),
+])  # fmt: skip
+def test_a_record_names_the_gpus_of_another_kind(gpus, said, monkeypatch):
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    with seeing(*gpus):
+        assert run_records.gpu_line(run_records.environment()) == f"GPU: NVIDIA RTX PRO 6000{said}"
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_processes_on_gpus_of_different_kinds_are_refused(n_processes, monkeypatch):
+    monkeypatch.setattr(parallel, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_processes))
+    workload = SimpleNamespace(parallel="ddp")
+    with seeing(RTX, SECOND_RTX, GB300):
+        parallel.start(workload)
+    with seeing(RTX, GB300):
+        if n_processes == 1:
+            return parallel.start(workload)
+        with pytest.raises(UserError, match=r"kinds \(NVIDIA RTX PRO 6000, NVIDIA GB300\)"):
+            parallel.start(workload)
+
+
+def test_gpus_that_no_process_opens_together_are_one_sentence(capsys):
+    said = "CUDA call failed lazily: device >= 0 && device < num_gpus INTERNAL ASSERT FAILED"
+    assert command_line.exit_code(raising(torch.cuda.DeferredCudaCallError(said))) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "CUDA_VISIBLE_DEVICES=" in error
+
+
+@pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
