@@ -352,6 +352,61 @@ def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
     assert advice in check_toolchain.gpu_remedy()
 
 
+# ---------------------------------------------------------------- setting up
+
+BROUGHT = [
+    "torch==2.10.0a0+nv26.1",
+    "pytorch-triton==3.6.0",
+    "PyYAML==6.0.2",
+    "typing_extensions==4.1",
+]
+PIP = """#!/bin/sh
+case $1 in
+    list) printf '%s\\n' {brought} ;;
+    install) cp missing.txt tested.txt kept ;;
+esac
+"""
+
+
+def commands_in(folder: Path, **commands: str) -> str:
+    """A PATH on which these commands come first."""
+    for name, script in commands.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_image_gets_tested_versions_of_what_it_lacks(tmp_path):
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    (tmp_path / "kept").mkdir()
+    _, steps = (HERE / "Dockerfile").read_text().split("\nRUN ")
+    path = commands_in(tmp_path, pip=PIP.format(brought=" ".join(BROUGHT)))
+    script = steps.split("\n\n")[0].replace("/tmp", str(tmp_path))
+    assert run("sh", "-ec", script, PATH=path).returncode == 0
+    asked, tested, all_tested, required = (
+        {line for line in file.read_text().splitlines() if not line.startswith("#")}
+        for file in (
+            tmp_path / "kept" / "missing.txt",
+            tmp_path / "kept" / "tested.txt",
+            HERE / "constraints.txt",
+            HERE / "requirements.txt",
+        )
+    )
+    assert {line.split(">")[0] for line in required - asked} == {"torch", "triton"}
+    names = {line.split("==")[0] for line in all_tested - tested}
+    assert names == {"torch", "pyyaml", "typing-extensions"} and tested < all_tested
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_setup_says_where_triton_does_not_run(tmp_path):
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    path = commands_in(tmp_path, uname="#!/bin/sh\necho Darwin\n")
+    result = run("make", "setup", "PYTHON=false", cwd=tmp_path, PATH=path)
+    assert result.returncode and "WSL" in result.stdout and "pip" not in result.stdout
+
+
 # ---------------------------------------------------------------- make test
 
 ALONE = "@pytest.mark.alone\n"
