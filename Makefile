@@ -14,7 +14,7 @@ setup: $(SETUP)
 
 .venv/installed: requirements.txt constraints.txt
 	@test "$$(uname)" = Linux || { echo "make setup: Triton has releases for Linux alone." \
-		"On Windows use WSL, on a Mac the container (README.md, step 1)."; exit 1; }
+		"On Windows use WSL, on a Mac the container (README.md, lesson 1)."; exit 1; }
 	@echo "make setup: about 2 GB are downloaded, PyTorch with CUDA. pip is silent for minutes."
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt -c constraints.txt
@@ -40,14 +40,14 @@ demo: $(SETUP)
 	$(PY) compare_runs.py demo/baseline.json demo/optimized.json --plot demo/comparison.png
 	@echo "Seen: where a step's time and memory go, and that both runs train the same."
 	@echo "Without a GPU no time above means anything. Pictures: demo/*.png."
-	@echo "Next: make test proves the kernels; README.md tells the same in twelve steps."
+	@echo "Next: make test proves the kernels; README.md tells the same in twelve lessons."
 
 test: $(SETUP)
 	@echo "make test: 4 to 10 minutes on two cores."
 	@echo "1 of 2: every kernel is compiled for a GB300, without a GPU (a minute, silent)."
 	$(PY) -m tools.compile_check --targets sm_103
 	@echo "2 of 2: the tests, several at a time (3 to 9 minutes; a dot is a test that passed)."
-	@echo "The last line counts them. Next: README.md, step 1."
+	@echo "The last line counts them. Next: README.md, lesson 1."
 	$(PY) -m tools.run_tests
 
 # What is run once for a change, and takes half an hour on two cores.  sm_89 has sm_120's limits, and

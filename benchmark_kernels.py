@@ -1,4 +1,4 @@
-"""Steps 7 and 10: how fast are the kernels, what memory do they take, how far from the limit?
+"""Lessons 7 and 10: how fast are the kernels, what memory do they take, how far from the limit?
 
     python benchmark_kernels.py                          # all kernels, LLaMA 3.1 8B's sizes, bf16
     python benchmark_kernels.py --kernel rmsnorm --hidden 2048,4096,8192

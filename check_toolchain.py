@@ -1,4 +1,4 @@
-"""Step 1: is everything here, and do the kernels run?
+"""Lesson 1: is everything here, and do the kernels run?
 
     python check_toolchain.py
 
@@ -36,7 +36,7 @@ def gpu_remedy() -> str:
         advice = "to use a GPU, install a CUDA build (https://pytorch.org)"
         return f"This PyTorch is built for the CPU alone; {advice}."
     return (
-        "No GPU is visible: start the container with `docker run --gpus ...`, as README's step 1 "
+        "No GPU is visible: start the container with `docker run --gpus ...`, as README's lesson 1 "
         "does (with nvidia-container-toolkit installed); outside a container, see whether "
         "nvidia-smi lists a GPU."
     )
@@ -98,7 +98,7 @@ def inspect() -> dict:
         package = getattr(error, "name", None) or "a package"
         raise RunError(
             f"{package} cannot be imported ({error}): install it with "
-            "`pip install -r requirements.txt`, or use the container of the README's step 1"
+            "`pip install -r requirements.txt`, or use the container of the README's lesson 1"
         ) from error
     import torch
 

@@ -1,28 +1,34 @@
-"""Step 11, the result: compare recorded fine-tuning runs.
+"""Lesson 11, the result: compare recorded fine-tuning runs.
 
     python finetune_baseline.py  --json baseline.json
     python finetune_optimized.py --json optimized.json
     python compare_runs.py baseline.json optimized.json --plot comparison.png
 
-The others are compared with the first run.  The exit code is 1 if the losses of
-two runs of the same workload drift apart.  A kernel that is faster and trains
-something else is wrong.
+The others are compared with the first run.  With --repeats 4 the first four records are runs of
+one command, whose --seed may differ, and so are the next four: their spread says what differs.
+The exit code is 1 if the losses of two runs of the same workload drift apart.  A kernel that is
+faster and trains something else is wrong.
 """
 
 import math
 import os
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 from harness.cli import command_line, output_files, tables, workload
-from harness.cli.command_line import UserError
+from harness.cli.command_line import UserError, positive_int
 from harness.cli.tables import Column, Table
 from harness.cli.workload import Workload, size_in_words
 from harness.records import run_records
-from harness.records.spread import spread, timed, unless_same, waited
+from harness.records.spread import Range, spread, timed, unless_same, waited
 
 # the largest relative difference of a step's loss that rounding explains, over tens of steps
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
+REPEATS = "each side has so many records, one after the other (default: 1)"
+OF_TIMES = "p20 to p80", "Tokens/sec", "Speedup", "Throughput"  # these mean nothing on a CPU
+Side = list[dict]  # the records of one command's runs
 
 
 def read_run(path: str) -> dict:
@@ -68,8 +74,22 @@ def is_same_training(first: dict, other: dict) -> bool | None:
     return max(run_records.relative_differences(first, other)) <= LOSS_TOLERANCE[first["dtype"]]
 
 
-def render(names: list[str], records: list[dict]) -> str:
+def sides_of(paths: list[str], records: list[dict], n_repeats: int) -> list[Side]:
+    """Return each side's records: so many of a side stand one after the other."""
+    if len(records) % n_repeats or len(records) == n_repeats:
+        raise UserError(f"give {n_repeats} records of each side, and at least two sides")
+    sides = [records[i : i + n_repeats] for i in range(0, len(records), n_repeats)]
+    for path, side in zip(paths[::n_repeats], sides):
+        settings = [replace(Workload.from_record(run), seed=0).as_record() for run in side]
+        if any(each != settings[0] for each in settings):
+            raise UserError(f"{path} and the next {n_repeats - 1} differ in more than the seed")
+    return sides
+
+
+def render(sides: list[Side]) -> str:
     """Return the whole report."""
+    records = [side[0] for side in sides]
+    names = run_names(records)
     first, others = records[0], list(zip(names[1:], records[1:]))
     parts = [tables.title("Comparison of fine-tuning runs")]
     for name, record in zip(names, records):
@@ -82,13 +102,16 @@ def render(names: list[str], records: list[dict]) -> str:
         + (f", teacher {first['teacher']}" if "teacher" in first else "")
         + (f", {workload.lora_in_words(first)}" if "lora_rank" in first else "")
     )
-    if on_cpu := first["environment"]["gpu"] is None:
+    parts.append(runs_table(names, sides))
+    if is_on_cpu(first):
         where = "Measured on a CPU through Triton's interpreter"
-        parts.append(f"{where}: times and ratios are NOT meaningful.")
-    parts.append(runs_table(names, records))
-    if not on_cpu:
+        parts.append(f"{where}: times say nothing of a GPU, and are not compared.")
+    else:
         ranges = "20th to 80th percentile; no difference: these ranges overlap."
         parts.append(f"{tables.OF_STEPS}\nStep: the median; p20 to p80: {ranges}")
+        if (n_repeats := len(sides[0])) > 1:
+            lowest = "from the lowest 20th to the highest 80th percentile of a run"
+            parts.append(f"Of {n_repeats} runs each: the median of each column; {lowest}.")
     for name, record in others:
         if not validated_alike(first, record):
             where = f"{name}: validated on other sequences than {names[0]}"
@@ -102,7 +125,18 @@ def render(names: list[str], records: list[dict]) -> str:
             comparable.append((name, record))
     if comparable:
         parts.append(loss_table(names[0], first, comparable))
-    return "\n\n".join([*parts, *(verdict(name, first, record) for name, record in comparable)])
+    parts += [verdict(name, first, record) for name, record in comparable]
+    return "\n\n".join([*parts, *verdicts_of_repeats(names, sides)])
+
+
+def verdicts_of_repeats(names: list[str], sides: list[Side]) -> list[str]:
+    """Return a verdict of each further run of a side beside the first side's, if they compare."""
+    return [
+        verdict(f"{name}, run {i}", first, run)
+        for name, side in zip(names[1:], sides[1:])
+        for i, (first, run) in enumerate(zip(sides[0], side), 1)
+        if i > 1 and not workload_differences(first, run)
+    ]
 
 
 def verdict(name: str, first: dict, record: dict) -> str:
@@ -132,34 +166,48 @@ def rates(record: dict) -> list[float]:
     return [n / seconds for n, seconds in zip(timed(record, "tokens"), timed(record))]
 
 
-def runs_table(names: list[str], records: list[dict]) -> str:
-    """Return each run's times, throughput and memory, and the ratios to the first run."""
-    rows = [record | {"name": name} for name, record in zip(names, records)]
-    first, peak = rows[0], rows[0]["peak_memory_bytes"]
+def is_on_cpu(record: dict) -> bool:
+    return record["environment"]["gpu"] is None
 
-    def ratio(run: dict, over: float, under: float, column: Callable) -> str:
-        both = (spread(column(each)) for each in (first, run))
-        words = f"{over / under:.2f}x"
-        return words if run is first else unless_same(words, *both)
 
-    def speedup(run: dict) -> str:
-        return ratio(run, first["median_seconds"], run["median_seconds"], timed)
+def median_of(key: str) -> Callable[[Side], float]:
+    return lambda side: statistics.median(run[key] for run in side)
 
-    def throughput(run: dict) -> str:
-        return ratio(run, run["tokens_per_second"], first["tokens_per_second"], rates)
+
+def range_of(side: Side, column: Callable[[dict], list[float]]) -> Range:
+    """Return the lowest 20th and the highest 80th percentile of the runs."""
+    lows, highs = zip(*(spread(column(run)) for run in side))
+    return min(lows), max(highs)
+
+
+def runs_table(names: list[str], sides: list[Side]) -> str:
+    """Return each side's times, throughput and memory, and the ratios to the first side."""
+    first, named = sides[0], dict(zip(names, sides))
+    step, throughput = median_of("median_seconds"), median_of("tokens_per_second")
+    peak = median_of("peak_memory_bytes")
+
+    def column(title: str, value: Callable, spec: str = "") -> Column:
+        return Column(title, lambda name: value(named[name]), spec)
+
+    def ratio(side: Side, value: float, steps: Callable) -> str:
+        words = f"{value:.2f}x"
+        both = range_of(first, steps), range_of(side, steps)
+        return words if side is first else unless_same(words, *both)
 
     columns = [
-        Column("Run", "name"),
-        Column("Step (s)", "median_seconds", ".4f"),
-        Column("p20 to p80", lambda run: "{:.4f} to {:.4f}".format(*spread(timed(run)))),
-        Column("Tokens/sec", "tokens_per_second", ",.0f"),
-        Column("Peak (GB)", lambda run: run["peak_memory_bytes"] / 1e9, ".1f"),
-        Column("Speedup", speedup),
-        Column("Throughput", throughput),
-        Column("Memory", lambda run: f"{run['peak_memory_bytes'] / peak:.2f}x"),
-        Column("Val. loss", "validation_loss_after", ".4f"),
+        Column("Run", str),
+        column("Step (s)", step, ".4f"),
+        column("p20 to p80", lambda side: "{:.4f} to {:.4f}".format(*range_of(side, timed))),
+        column("Tokens/sec", throughput, ",.0f"),
+        column("Peak (GB)", lambda side: peak(side) / 1e9, ".1f"),
+        column("Speedup", lambda side: ratio(side, step(first) / step(side), timed)),
+        column("Throughput", lambda side: ratio(side, throughput(side) / throughput(first), rates)),
+        column("Memory", lambda side: f"{peak(side) / peak(first):.2f}x"),
+        column("Val. loss", median_of("validation_loss_after"), ".4f"),
     ]
-    return Table.of(columns, rows).text()
+    if is_on_cpu(first[0]):
+        columns = [each for each in columns if each.title not in OF_TIMES]
+    return Table.of(columns, names).text()
 
 
 def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]]) -> str:
@@ -180,39 +228,39 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
     return Table.of(columns, sorted({*range(0, last, stride), last})).text()
 
 
-def plot(names: list[str], records: list[dict], path: str) -> None:
-    """Draw loss curves, tokens per second and peak memory, as one PNG."""
+def plot(sides: list[Side], path: str) -> None:
+    """Draw loss curves, on a GPU tokens per second, and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-    plt = tables.pyplot()
-    figure, (losses, throughput, memory) = plt.subplots(
-        1, 3, figsize=(12, 4), width_ratios=[2, 1, 1]
+    plt, firsts = tables.pyplot(), [side[0] for side in sides]
+    names = run_names(firsts)
+    peaks = list(map(median_of("peak_memory_bytes"), sides))
+    # The peak of a run on a CPU may be below 1 GB.
+    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
+    bars = [(f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f", "")]
+    if not is_on_cpu(firsts[0]):
+        rates = list(map(median_of("tokens_per_second"), sides))
+        bars.insert(0, ("Tokens per second", rates, ",.0f", "wall clock, host included"))
+    figure, (losses, *others) = plt.subplots(
+        1, 1 + len(bars), figsize=(12, 4), width_ratios=[2, *[1] * len(bars)]
     )
-    for name, record in zip(names, records):
-        style = "-" if record is records[0] else "--"
+    for name, record in zip(names, firsts):
+        style = "-" if record is firsts[0] else "--"
         losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)
     losses.set(xlabel="step", ylabel="training loss", title="Loss")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True))
     losses.legend()
-    colors = [f"C{i}" for i in range(len(records))]
-    peaks = [record["peak_memory_bytes"] for record in records]
-    # The peak of a run on a CPU may be below 1 GB.
-    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
-    for axis, title, values, spec in [
-        (throughput, "Tokens per second", [r["tokens_per_second"] for r in records], ",.0f"),
-        (memory, f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f"),
-    ]:
-        bars = axis.bar(names, values, color=colors)
-        axis.bar_label(bars, [format(v, spec) for v in values], padding=2)
-        axis.set(title=title, ylim=(0, 1.15 * max(values)))
+    colors = [f"C{i}" for i in range(len(names))]
+    for axis, (title, values, spec, what) in zip(others, bars):
+        drawn = axis.bar(names, values, color=colors)
+        axis.bar_label(drawn, [format(v, spec) for v in values], padding=2)
+        axis.set(title=title, ylim=(0, 1.15 * max(values)), xlabel=what)
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         if len(names) > 2:  # side by side they would touch
             axis.tick_params(axis="x", rotation=30)
-    throughput.set_xlabel("wall clock, host included")
-    env = records[0]["environment"]
+    env = firsts[0]["environment"]
     figure.suptitle(
-        f"{records[0]['model']}, {size_in_words(records[0])}, "
-        f"{env['gpu'] or 'CPU (times not meaningful)'}, {env['date']}"
+        f"{firsts[0]['model']}, {size_in_words(firsts[0])}, {env['gpu'] or 'CPU'}, {env['date']}"
     )
     figure.tight_layout()
     tables.save_plot(figure, path, dpi=130)
@@ -233,18 +281,19 @@ def main() -> int:
     parser = command_line.Parser(__doc__)
     several = {"nargs": "+", "metavar": "RUN.json"}
     parser.add_argument("records", **several, help="two or more records of fine-tuning scripts")
+    parser.add_argument("--repeats", type=positive_int, default=1, metavar="N", help=REPEATS)
     parser.add_argument("--plot", metavar="FILE.png", help="loss curves and bars as a picture")
     args = parser.parse_args()
     if len(args.records) < 2:
         raise UserError("give at least two records to compare")
     output_files.check_outputs(args)
-    records = [read_run(path) for path in args.records]
-    names = run_names(records)
-    print(render(names, records))
+    sides = sides_of(args.records, list(map(read_run, args.records)), args.repeats)
+    print(render(sides))
     if args.plot:
-        plot(names, records, args.plot)
-    first, *others = records
-    return int(any(is_same_training(first, other) is False for other in others))
+        plot(sides, args.plot)
+    first, *others = sides
+    verdicts = [is_same_training(*pair) for side in others for pair in zip(first, side)]
+    return int(any(each is False for each in verdicts))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ The maths, for one row, that is, one token's V logits (max and sum run over its 
 
 Read literally that is one pass for m and another for d.  Online softmax (Milakov & Gimelshein,
 2018) needs one pass: it walks the row in chunks, and when a chunk brings a larger maximum, it
-rescales the sum so far to that maximum (README, step 4):
+rescales the sum so far to that maximum (README, lesson 4):
 
     m_new = max(m, max(chunk))
     d     = d * exp(m - m_new) + sum exp(chunk[j] - m_new)

@@ -1,4 +1,4 @@
-"""Step 11, baseline: fine-tune LLaMA 3.1 8B as Hugging Face and PyTorch ship it.
+"""Lesson 11, baseline: fine-tune LLaMA 3.1 8B as Hugging Face and PyTorch ship it.
 
     python finetune_baseline.py                  # 20 steps of 1 x 512 tokens
     python finetune_baseline.py --random-init    # the same without access to the weights

@@ -1,7 +1,7 @@
-"""Step 11, optimized: the same fine-tuning with the custom Triton kernels patched in.
+"""Lesson 11, optimized: the same fine-tuning with the custom Triton kernels patched in.
 
     python finetune_optimized.py                  # the playbook's two kernels
-    python finetune_optimized.py --kernels all    # the lessons after step 12: see --help
+    python finetune_optimized.py --kernels all    # those after lesson 12: see --help
 
 What the kernels change, `diff finetune_baseline.py finetune_optimized.py` shows: not the loop.
 compare_runs.py lays two runs side by side.

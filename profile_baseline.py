@@ -1,8 +1,8 @@
-"""Steps 3, 7 and 10: where does the GPU time and memory of one training step go?
+"""Lessons 3, 7 and 10: where does the GPU time and memory of one training step go?
 
-    python profile_baseline.py                                       # step 3: PyTorch as it ships
-    python profile_baseline.py --use-custom-rmsnorm                  # step 7: one kernel replaced
-    python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # step 10: both
+    python profile_baseline.py                                       # lesson 3: PyTorch as it ships
+    python profile_baseline.py --use-custom-rmsnorm                  # lesson 7: one kernel replaced
+    python profile_baseline.py --use-custom-rmsnorm --use-custom-ce  # lesson 10: both
     python profile_baseline.py --random-init                  # without access to the weights
     python profile_baseline.py --random-init --first-layers 1 # a trace that is quickly read
     python profile_baseline.py --json a.json --plot a.png     # what each part could gain

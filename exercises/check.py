@@ -54,7 +54,7 @@ def judge(name: str, file: Path) -> int:
     """
     from exercises.grading.grading import EXERCISES, grade, refused_by_triton
     from harness.cli.device import HAS_GPU
-    from judging.pretended_gpu import COMPILING
+    from judging.compile_targets import COMPILING
     from judging.processes import Apart
 
     exercise, path = EXERCISES[name], str(file.resolve())

@@ -3,7 +3,7 @@
     m = logits.max(-1);  d = (logits - m).exp().sum(-1)
 
 A row of 128,256 logits is read in chunks of BLOCK_SIZE.  m and d are those of the chunks so far.
-When a chunk brings a larger maximum, the sum so far is rescaled to it (README, step 4):
+When a chunk brings a larger maximum, the sum so far is rescaled to it (README, lesson 4):
 
     m_new = max(m, max(chunk))
     d     = d * exp(m - m_new) + sum(exp(chunk - m_new))

@@ -21,9 +21,7 @@ from judging.comparing import (
     parts_of,
 )
 from judging.contract import Wrong, contract
-from subjects.subject import Parts, Subject, as_tuple, gradients, leaves_of
-
-Outputs = tuple[torch.Tensor, ...]
+from subjects.subject import Parts, Subject, as_tuple, leaves_of
 
 
 def drawn_for(subject: Subject, dtype: torch.dtype = torch.float32) -> tuple[Parts, Parts]:
@@ -39,7 +37,7 @@ def parts_of_one_call(subject: Subject) -> Parts:
 
 def called_once(
     subject: Subject, needed: Iterable[str] | None = None
-) -> tuple[Parts, Outputs, Parts, Parts]:
+) -> tuple[Parts, Parts, Parts, Parts]:
     """Return leaves, outputs, the gradients of the outputs, and the parts that are expected."""
     expected = parts_of_one_call(subject)
     inputs, douts = drawn_for(subject)
@@ -47,9 +45,9 @@ def called_once(
     return leaves, outputs_of(subject, leaves, douts), douts, expected
 
 
-def backward(outputs: Outputs, douts: Parts, **options) -> None:
+def backward(outputs: Parts, douts: Parts, **options) -> None:
     """Add to the leaves' gradients; a function that overwrites `douts` gets copies."""
-    pairs = [p for p in zip(outputs, copies(douts).values()) if p[0].requires_grad]
+    pairs = [p for p in zip(outputs.values(), copies(douts).values()) if p[0].requires_grad]
     torch.autograd.backward(*zip(*pairs), **options)
 
 
@@ -95,7 +93,7 @@ def second_backward_through_a_retained_graph(subject):
         found = gradients_of(outputs, leaves, copies(douts), retain_graph=keep)
         expect_same(f"backward number {number}", found, expected, subject.exact_again)
     if subject.recorded:
-        again = functools.partial(gradients, outputs, leaves, douts)
+        again = functools.partial(gradients_of, outputs, leaves, douts)
         expect_error("a backward without a graph", again, RuntimeError, "second time")
 
 
@@ -119,9 +117,8 @@ def gradients_accumulate_instead_of_overwriting(subject):
 @contract()
 def two_losses_on_one_result(subject):
     leaves, outputs, douts, expected = called_once(subject)
-    pairs = list(zip(outputs, douts.values()))
-    sum((out * dout).sum() for out, dout in pairs).backward(retain_graph=True)
-    sum((out * -3.0 * dout).sum() for out, dout in pairs).backward()
+    sum((out * douts[name]).sum() for name, out in outputs.items()).backward(retain_graph=True)
+    sum((out * -3.0 * douts[name]).sum() for name, out in outputs.items()).backward()
     expect_grads("of a loss and of -3 times it", subject, leaves, expected, -2, exact=False)
 
 
@@ -163,12 +160,12 @@ def frozen_inputs_leave_the_others_their_gradients(subject, needed):
 
 @contract()
 def outputs_that_nobody_uses_send_no_gradient(subject):
-    for index, used in enumerate(drawn_for(subject)[1]):
+    for used in drawn_for(subject)[1]:
         inputs, douts = drawn_for(subject)
         alone = {name: dout * (name == used) for name, dout in douts.items()}
         expected = parts_of(subject, inputs, alone)
         leaves, outputs, *_ = called_once(subject)
-        outputs[index].backward(douts[used])
+        outputs[used].backward(douts[used])
         for name in subject.differentiable:
             if leaves[name].grad is None:
                 leaves[name].grad = torch.zeros_like(leaves[name])
@@ -184,9 +181,9 @@ def no_grad_and_inference_mode_give_the_same_numbers_and_keep_nothing(subject):
         with mode(), saved_tensors() as saved:
             outputs = outputs_of(subject, leaves_of(subject, inputs) if needing else inputs, douts)
         what = f"under {mode.__name__}" if needing else "where no input needs a gradient"
-        if saved or any(t.grad_fn is not None for t in outputs):
+        if saved or any(t.grad_fn is not None for t in outputs.values()):
             raise Wrong(f"{what}: there is a graph, or {len(saved)} tensors are kept for one")
-        expect_same(what, dict(zip(douts, outputs)), expected, subject.recorded)
+        expect_same(what, outputs, expected, subject.recorded)
 
 
 @contract("upstream gradients need one:", lambda subject: (True, False))
@@ -230,7 +227,7 @@ def output_changed_in_place_is_allowed_or_noticed(subject, name):
     leaves, outputs, *_ = called_once(subject)
 
     def change_and_go_back():
-        outputs[list(douts).index(name)].mul_(2.0)
+        outputs[name].mul_(2.0)
         backward(outputs, douts)
 
     what, sentence = f"{name} was doubled in place", subject.fixed_outputs.get(name, "")
@@ -260,7 +257,7 @@ def saved_tensors_are_what_the_record_says(subject):
     places = {t.untyped_storage().data_ptr(): name for name, t in leaves.items()}
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     kept = {places[place] for place in found if place in places}
-    known = {*places, *(out.untyped_storage().data_ptr() for out in outputs)}
+    known = {*places, *(out.untyped_storage().data_ptr() for out in outputs.values())}
     others = sum(size for place, size in found.items() if place not in known)
     expected = set(subject.saved), subject.saved_bytes(inputs)
     if (kept, others) != expected:
@@ -286,9 +283,10 @@ RECOMPUTING = {
 def recomputed_or_offloaded(subject, way):
     inputs, douts = drawn_for(subject)
     expected, leaves = parts_of_one_call(subject), leaves_of(subject, inputs)
-    outputs = as_tuple(RECOMPUTING[way](subject.function, *leaves.values()))
+    again = functools.partial(RECOMPUTING[way], subject.function)
+    outputs = outputs_of(replace(subject, function=again), leaves, douts)
     backward(outputs, douts)  # the reentrant checkpoint refuses torch.autograd.grad
-    expect_same(way, dict(zip(douts, outputs)), expected, subject.recorded)
+    expect_same(way, outputs, expected, subject.recorded)
     expect_grads(way, subject, leaves, expected)
 
 
@@ -306,7 +304,7 @@ def parameters_and_subclasses_with_memory_of_their_own_are_taken(subject, kind):
         else:
             leaves[name] = inputs[name].detach().as_subclass(Named).requires_grad_()
     outputs = outputs_of(subject, leaves, douts)
-    found = dict(zip(douts, outputs)) | gradients_of(outputs, leaves, douts)
+    found = outputs | gradients_of(outputs, leaves, douts)
     expect_same(f"of a {kind}", found, parts_of_one_call(subject), subject.recorded)
 
 

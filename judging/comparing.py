@@ -45,32 +45,34 @@ def where_they_differ(found: torch.Tensor, expected: torch.Tensor) -> str:
     return "{} is {:.7g}, expected {:.7g}".format(place or "", *values)
 
 
-def outputs_of(subject: Subject, leaves: Parts, douts: Parts) -> tuple[torch.Tensor, ...]:
-    """Call the function; raise Wrong unless it returns as many tensors as the subject has."""
+def outputs_of(subject: Subject, leaves: Parts, douts: Parts) -> Parts:
+    """Call the function, and return its outputs by the names of `douts`.
+
+    Raises Wrong unless it returns as many tensors as the subject has.
+    """
     outputs = as_tuple(subject.function(*leaves.values()))
     kinds = ["a tensor" if isinstance(t, torch.Tensor) else repr(t) for t in outputs]
     if kinds != ["a tensor"] * len(douts):
         raise Wrong(f"returned {', '.join(kinds)}, expected a tensor for each of {list(douts)}")
-    return outputs
+    return dict(zip(douts, outputs))
 
 
-def gradients_of(outputs, leaves: Parts, douts: Parts, **options) -> Parts:
+def gradients_of(outputs: Parts, leaves: Parts, douts: Parts, **options) -> Parts:
     """Return the gradients of the leaves; raise Wrong where there is none."""
-    if not any(t.requires_grad for t in outputs):
+    if not any(t.requires_grad for t in outputs.values()):
         raise Wrong("no output has a graph, expected one, because an input needs a gradient")
-    found = gradients(outputs, leaves, douts, allow_unused=True, **options)
+    found = gradients(tuple(outputs.values()), leaves, douts, allow_unused=True, **options)
     for name, t in found.items():
         if t is None:
             raise Wrong(f"{name} is None, expected a gradient {tuple(leaves[name[1:]].shape)}")
     return found
 
 
-def parts_of(subject: Subject, inputs: Parts, douts: Parts, needed=None) -> Parts:
+def parts_of(subject: Subject, inputs: Parts, douts: Parts) -> Parts:
     """Return copies of what one forward and one backward give."""
-    leaves = leaves_of(subject, inputs, needed)
+    leaves = leaves_of(subject, inputs)
     outputs = outputs_of(subject, leaves, douts)
-    parts = copies(dict(zip(douts, outputs)))
-    return parts | copies(gradients_of(outputs, leaves, douts))
+    return copies(outputs) | copies(gradients_of(outputs, leaves, douts))
 
 
 def expect_kind(label: str, found: torch.Tensor, right: torch.Tensor) -> None:

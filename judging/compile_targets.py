@@ -3,6 +3,9 @@
 import re
 from dataclasses import dataclass
 
+# the environment of a process that compiles: Triton does not interpret, and leaves a GPU alone
+COMPILING = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
 
 @dataclass(frozen=True)
 class Target:

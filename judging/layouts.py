@@ -21,9 +21,8 @@ class Layout:
     """An order of the dimensions in memory, and what lies between the elements."""
 
     order: tuple[int, ...]  # the dimensions, from the outermost in memory to the innermost
-    steps: tuple[
-        int, ...
-    ]  # per dimension: 1 takes every element, 2 every other one, 0 repeats the first
+    # per dimension: 1 takes every element, 2 every other one, 0 repeats the first
+    steps: tuple[int, ...]
     gap: int = 0  # unused elements behind each run of the innermost dimension
     offset: int = 0  # unused elements before the first one
 
@@ -56,23 +55,23 @@ def layouts_of(ndim: int) -> dict[str, Layout]:
     if ndim == 0:
         return {"behind others": Layout((), (), offset=3)}
     last = ndim - 1
+
+    def stepped(dim: int, step: int) -> Layout:
+        return Layout(dims, (*ones[:dim], step, *ones[dim + 1 :]))
+
     layouts = {
         "gaps and an odd offset": Layout(dims, ones, gap=5, offset=3),
         "gaps of 16": Layout(dims, ones, gap=16),
-        "every second column": Layout(dims, (*ones[1:], 2)),
+        "every second column": stepped(last, 2),
         "all repeated (strides 0)": Layout(dims, (0,) * ndim),
     }
     if ndim > 2:
         layouts["one row repeated (stride 0)"] = Layout(dims, (*(0,) * last, 1))
     for dim in dims[:-1]:
-        layouts[f"every second of dimension {dim}"] = Layout(
-            dims, tuple(2 if d == dim else 1 for d in dims)
-        )
+        layouts[f"every second of dimension {dim}"] = stepped(dim, 2)
     if ndim > 1:
         for dim in dims:
-            layouts[f"dimension {dim} repeated (stride 0)"] = Layout(
-                dims, tuple(int(d != dim) for d in dims)
-            )
+            layouts[f"dimension {dim} repeated (stride 0)"] = stepped(dim, 0)
         layouts["columns outermost"] = Layout((last, *dims[:-1]), ones)
     for a, b in itertools.combinations(dims[:-1], 2):
         order = list(dims)
@@ -83,11 +82,8 @@ def layouts_of(ndim: int) -> dict[str, Layout]:
 
 def with_gaps(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors with five unused elements between the rows."""
-    placed = {}
-    for name, t in tensors.items():
-        dims = tuple(range(t.ndim))
-        placed[name] = Layout(dims, (1,) * t.ndim, gap=5).place(t) if dims else t
-    return placed
+    layouts = {n: Layout(tuple(range(t.ndim)), (1,) * t.ndim, gap=5) for n, t in tensors.items()}
+    return {name: layout.place(tensors[name]) for name, layout in layouts.items()}
 
 
 @contextlib.contextmanager

@@ -143,8 +143,8 @@ def sum_backward_sends_a_gradient_of_stride_zero(subject):
     ones = {name: torch.ones_like(dout) for name, dout in douts.items()}
     expected = parts_of(subject, copies(inputs), ones)
     leaves = leaves_of(subject, inputs)
-    total = sum(out.sum() for out in outputs_of(subject, leaves, douts))
-    found = gradients_of((total,), leaves, {"total": torch.ones_like(total)})
+    total = sum(out.sum() for out in outputs_of(subject, leaves, douts).values())
+    found = gradients_of({"total": total}, leaves, {"total": torch.ones_like(total)})
     expect_same("by sum().backward()", found, expected, False)
 
 

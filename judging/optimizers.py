@@ -294,7 +294,7 @@ def a_closure_is_evaluated_and_its_loss_returned(subject):
         return loss
 
     loss = optimizer.step(closure)
-    if loss is None or torch.equal(p, before):
+    if loss is None or loss != before.square().sum() or torch.equal(p, before):
         raise Wrong(f"step(closure) returned {loss}, expected the closure's loss, and a step")
 
 

@@ -55,9 +55,10 @@ def stub_driver(target: str) -> SimpleNamespace:
         return 0, 0, 0, 0, 1024
 
     properties = {"max_shared_mem": COMPILE_TARGETS[target].max_shared}
-    utils = {"load_binary": load_binary, "get_device_properties": lambda device: properties}
     return SimpleNamespace(
-        utils=SimpleNamespace(**utils),
+        utils=SimpleNamespace(
+            load_binary=load_binary, get_device_properties=lambda device: properties
+        ),
         launcher_cls=lambda src, metadata: lambda *args: None,
         get_current_target=lambda: gpu_target(target),
         # kernels are kept by device: another one for each target
@@ -79,26 +80,26 @@ class StubContext(SimpleNamespace):
 
 
 @contextlib.contextmanager
-def pretend_gpu():
-    """Have CUDA tensors without memory, on a GPU with an H100's multiprocessors and cache."""
-    backend = triton.runtime.driver.active.get_current_target().backend
+def pretend_gpu(target: str):
+    """Have CUDA tensors without memory, and compile for the named target.
 
-    def properties(device) -> SimpleNamespace:
-        arch = triton.runtime.driver.active.get_current_target().arch  # 103 or "gfx942"
-        major, minor = divmod(arch, 10) if isinstance(arch, int) else (9, 4)
-        return SimpleNamespace(
-            multi_processor_count=132, L2_cache_size=50 * 2**20, major=major, minor=minor
-        )
-
-    of_cuda = {
-        "device": lambda device: contextlib.nullcontext(),
-        "current_device": lambda: 0,
-        "get_device_properties": properties,
-        "is_current_stream_capturing": lambda: False,
-    }
+    The GPU has an H100's multiprocessors and cache.  Triton keeps the target afterwards.
+    """
+    triton.runtime.driver.set_active(stub_driver(target))
+    arch = COMPILE_TARGETS[target].arch  # 103 or "gfx942"
+    major, minor = divmod(arch, 10) if isinstance(arch, int) else (9, 4)
+    properties = SimpleNamespace(
+        multi_processor_count=132, L2_cache_size=50 * 2**20, major=major, minor=minor
+    )
     with (
-        replaced(torch.cuda, **of_cuda),
-        replaced(torch.version, hip="0" if backend == "hip" else None),
+        replaced(
+            torch.cuda,
+            device=lambda device: contextlib.nullcontext(),
+            current_device=lambda: 0,
+            get_device_properties=lambda device: properties,
+            is_current_stream_capturing=lambda: False,
+        ),
+        replaced(torch.version, hip=None if isinstance(arch, int) else "0"),
         replaced(torch.Tensor, data_ptr=lambda tensor: 0),  # aligned
         FakeTensorMode(),
         torch.no_grad(),
@@ -140,9 +141,7 @@ def launch(case: Case, dtype: torch.dtype) -> None:
 JUDGED_TARGETS = "sm_90", "sm_103"
 
 
-def compile_errors(
-    call: Callable[[], object], targets: Sequence[str] = JUDGED_TARGETS
-) -> list[str]:
+def compile_errors(call: Callable[[], object]) -> list[str]:
     """Return a sentence for each kernel that `call` launches and Triton does not compile.
 
     The process must have TRITON_INTERPRET=0.  `call` makes its tensors itself, on "cuda".
@@ -164,46 +163,31 @@ def compile_errors(
             why = f"`{linecache.getline(file, line).strip()}`: {reason_of(error)}"
             found.setdefault(name, (where, why, {}))[-1][target] = True
 
-    for target in targets:
-        triton.runtime.driver.set_active(stub_driver(target))
-        with pretend_gpu(), replaced(JITFunction, run=noted):
+    for target in JUDGED_TARGETS:
+        with pretend_gpu(target), replaced(JITFunction, run=noted):
             call()
     if not launched:
         raise Stopped("no Triton kernel was launched")
     return [f"{where} for {' and '.join(of)}: {why}" for where, why, of in found.values()]
 
 
-def description_of(value: object) -> object:
-    """Return (shape, strides, dtype) of a tensor; anything else as it is."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return (tuple(value.shape), value.stride(), value.dtype) if is_tensor else value
-
-
-def tensor_described_as(value: object) -> object:
-    """Return an empty tensor for its description; anything else as it is."""
-    if not isinstance(value, tuple):
+def on_pretended_gpu(value: object) -> object:
+    """Return a tensor of the same shape, strides and dtype; anything but a tensor as it is."""
+    if not isinstance(value, torch.Tensor):
         return value
-    shape, strides, dtype = value
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
 
 
 def compiler_of(file: str, name: str) -> Callable[[dict[str, object]], list[str]]:
-    """Return the compile errors of a file's function, by the arguments' descriptions.
+    """Return a function for the compile errors of a file's function, given its arguments.
 
     For `Apart`, with COMPILING as its environment.
     """
     function = load_function(file, name)
+    return lambda arguments: compile_errors(
+        lambda: function(**{each: on_pretended_gpu(value) for each, value in arguments.items()})
+    )
 
-    def errors(arguments: dict[str, object]) -> list[str]:
-        def call() -> None:
-            function(**{each: tensor_described_as(value) for each, value in arguments.items()})
-
-        return compile_errors(call)
-
-    return errors
-
-
-COMPILING = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 # ---------------------------------------------------------------- what the compiler reports
 
@@ -234,12 +218,11 @@ def amd_note(binary: bytes, key: bytes) -> int:
 def compile_all(cases: Sequence[Case], target: str) -> list[CompiledKernel]:
     """Return a row for every different kernel that the cases launch on the named target."""
     rows, compiled = [], []
-    triton.runtime.driver.set_active(stub_driver(target))
 
     def keep(metadata, metadata_group, **rest):
         compiled.append((metadata, metadata_group))
 
-    with pretend_gpu(), triton.knobs.compilation.scope():
+    with pretend_gpu(target), triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = keep  # called once a process for each kernel
         for case in (case for case in cases if target.startswith(case.targets)):
             for dtype_name in (dtype for dtype in case.dtypes if dtype in COMPILED_DTYPES):

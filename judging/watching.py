@@ -49,20 +49,13 @@ NAN_BITS = {tl.bfloat16: 0x7FC0, tl.float8e4nv: 0x7F, tl.float8e5: 0x7F}  # inte
 NO_KERNELS = os.path.dirname(triton.__file__), __file__  # no line of a kernel is in these
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A launch of a kernel."""
-
-    name: str
-    file: str  # of its source
-
-
 @dataclass
 class Watch:
     """What was seen of the launches."""
 
     sees_addresses: bool  # False: the kernels are compiled, so only the launches are seen
-    kernels: list[Launched] = field(default_factory=list)
+    # (name, file of its source) of each launch
+    kernels: list[tuple[str, str]] = field(default_factory=list)
     # (kind, where): [the first case in words, the number of cases]
     found: dict[tuple[str, str], list] = field(default_factory=dict)
 
@@ -349,7 +342,7 @@ def watched(tensors: dict[str, torch.Tensor], order: str = "forward") -> Iterato
     run = kernel_class.run
 
     def watched_run(kernel, *arguments, **options):
-        watch.kernels.append(Launched(kernel.fn.__name__, kernel.fn.__code__.co_filename))
+        watch.kernels.append((kernel.fn.__name__, kernel.fn.__code__.co_filename))
         if not watch.sees_addresses:
             return run(kernel, *arguments, **options)
         launch = WatchedLaunch(watch, dict(zip(kernel.arg_names, arguments)) | options, tensors)

@@ -1,1 +1,1 @@
-"""The lessons after step 12: further kernels, and what puts kernels together."""
+"""The lessons after lesson 12: further kernels, and what puts kernels together."""

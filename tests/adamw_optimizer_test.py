@@ -1,10 +1,10 @@
-"""Is TritonAdamW the optimizer that torch.optim.AdamW is?
+"""What TritonAdamW has beside the contracts of an optimizer: states, hooks and DTensors.
 
-Its groups, states, hooks and DTensors.  adamw_test.py tests the kernel.  adamw_shards_test.py tests
-several processes.
+adamw_test.py tests the kernel.  adamw_shards_test.py tests several processes.
 """
 
 import copy
+import functools
 import gc
 import io
 import math
@@ -14,10 +14,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Partial, Shard
 from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_flatten
 
 from harness.cli.device import DEVICE
 from judging.circumstances import captured, waiting_forbidden
@@ -33,6 +33,7 @@ from tests.adamw_test import (
     NAN,
     ONES,
     SETTINGS,
+    for_both_kernels,
     gradients,
     randn,
     train,
@@ -89,20 +90,6 @@ def steps_of(optimizer):
 # ---- The contract of an optimizer --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_state_has_torchs_keys_shapes_strides_and_dtypes(dtype):
-    ours, theirs = both(dtype=dtype)
-    for optimizer in (ours, theirs):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(randn(5, 7, dtype=dtype).t())]})
-        train(optimizer, random_grads(optimizer, 2))
-    a, b = ours.state_dict()["state"], theirs.state_dict()["state"]
-    assert a.keys() == b.keys()
-    for i in a:
-        assert a[i].keys() == b[i].keys() == set(STATE) and a[i]["step"] == 2
-        for x, y in zip(a[i].values(), b[i].values()):
-            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-
-
 def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
     start, fixed = randn(1000, dtype=BF16), gradients(randn(1000, dtype=BF16), 1)[0]
     a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -113,31 +100,31 @@ def test_equal_parameters_are_rounded_differently_and_alike_in_any_order():
     assert torch.equal(alone, b)
 
 
-NUMBERS = {  # the same settings, given as PyTorch takes them; betas that are the same in fp32
-    "floats": {},
-    "NumPy": {"lr": np.float64(0.05), "betas": [np.float32(0.75), np.float32(0.9375)]},
-    "tensors": {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.75), torch.tensor(0.9375))},
-    "fp64 tensors": {
-        "lr": torch.tensor(0.05, dtype=torch.float64),
-        "weight_decay": torch.tensor([0.25]),
+NUMBERS = {  # settings as PyTorch takes them too; each number is the same in fp32
+    "NumPy": lambda tensor: {"lr": np.float64(0.05), "betas": [np.float32(0.75), np.float32(0.5)]},
+    "tensors": lambda tensor: {"lr": tensor(0.05), "betas": (tensor(0.75), tensor(0.9375))},
+    "betas of 0": lambda tensor: {"betas": (tensor(0.0), tensor(0.0))},
+    "one of one": lambda tensor: {
+        "betas": (tensor([0.75]), 0.9375),
+        "eps": tensor(2**-10),
+        "weight_decay": tensor([0.25]),
     },
-    "one of one": {"betas": (torch.tensor([0.75]), 0.9375), "eps": torch.tensor(2**-10)},
-    "PyTorch's": {"foreach": None, "fused": False, "capturable": True, "differentiable": False},
+    "held negated": lambda tensor: {"lr": torch._neg_view(tensor([-0.05], dtype=torch.float64))},
+    "PyTorch's": lambda tensor: dict.fromkeys(("foreach", "fused", "differentiable"), False),
+    "capturable": lambda tensor: {"capturable": True},
 }
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", sorted({"cpu", DEVICE}))
+@for_both_kernels
 @pytest.mark.parametrize("given", NUMBERS)
-def test_numbers_and_tensors_give_the_same_bits(given, device):
-    def moved(value):
-        if isinstance(value, (tuple, list)):
-            return tuple(map(moved, value))
-        return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
-
-    plain = {"lr": 0.05, "betas": (0.75, 0.9375), "eps": 2**-10, "weight_decay": 0.25}
-    options = {**plain, **NUMBERS[given]}
-    options = {key: moved(value) for key, value in options.items()}
+def test_numbers_and_tensors_give_the_same_bits(given, moments, device):
+    given = NUMBERS[given](functools.partial(torch.tensor, device=device))
+    betas = tuple(map(float, given.get("betas", (0.75, 0.9375))))
+    plain = {"lr": 0.05, "betas": betas, "eps": 2**-10, "weight_decay": 0.25}
+    plain["moments_dtype"] = moments
+    options = plain | given
     runs = TritonAdamW(make_params(*SHAPES), **options), TritonAdamW(make_params(*SHAPES), **plain)
     train_all(*runs, steps=3)
     assert_same_run(*runs)
@@ -176,14 +163,12 @@ SCHEDULERS = {  # the others write lr by the step() that ExponentialLR has
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["floats", "lr in a tensor", "lr and betas in tensors"])
+@pytest.mark.parametrize("betas_too", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_of_pytorch_give_their_steps(name, kind):
-    """Ours has numbers, or tensors where the parameters are; PyTorch's has numbers."""
+def test_schedulers_of_pytorch_give_their_steps_in_tensors(name, betas_too):
+    """Ours has tensors where the parameters are.  PyTorch's has numbers."""
     lr, *betas = torch.tensor([0.1, 0.9, 0.999], device=DEVICE)
-    options = {"lr": 0.1} if kind == "floats" else {"lr": lr}
-    if kind == "lr and betas in tensors":
-        options["betas"] = tuple(betas)
+    options = {"lr": lr} | ({"betas": tuple(betas)} if betas_too else {})
     ours, theirs = TritonAdamW(make_params(*SHAPES), **options), both(lr=0.1)[1]
     group, rates = ours.param_groups[0], set()
     schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, theirs)]
@@ -194,29 +179,10 @@ def test_schedulers_of_pytorch_give_their_steps(name, kind):
         rates.add((float(group["lr"]), *map(float, group["betas"])))
     assert_close(ours, theirs)
     assert len(rates) > 1, "this scheduler changed nothing"
-    assert kind == "floats" or group["lr"] is lr, "a CUDA graph reads this tensor"
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_closure_is_evaluated_with_gradients_and_its_loss_returned(in_backward):
-    p = torch.nn.Parameter(randn(5))
-    optimizer = TritonAdamW([p], step_in_backward=in_backward)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = p.square().sum()
-        loss.backward()
-        return loss
-
-    before = p.detach().clone()
-    assert optimizer.step(closure).item() == before.square().sum().item()
-    assert not torch.equal(p, before) and optimizer.state[p]["step"] == 1
-    assert in_backward or optimizer.step() is None
+    assert group["lr"] is lr, "a CUDA graph reads this tensor"
 
 
 # ---- Saving and loading ------------------------------------------------------------------------
-
-TENSORS = {"lr": torch.tensor(0.05), "betas": (torch.tensor(0.8), torch.tensor(0.95))}
 
 
 def through_a_file(state_dict):
@@ -231,14 +197,19 @@ def through_a_file(state_dict):
 @pytest.mark.parametrize("to_torch", [False, True])
 def test_state_is_exchanged_with_torch(to_torch, dtype):
     ours, theirs = both(dtype=dtype, **SETTINGS)
+    for optimizer in (ours, theirs):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(randn(5, 7, dtype=dtype).t())]})
     source, target = (ours, theirs) if to_torch else (theirs, ours)
     grads = random_grads(source, 4)
     train(source, grads[:2])
     target.load_state_dict(through_a_file(source.state_dict()))
     for p, q in zip(params_of(source), params_of(target)):
         q.data.copy_(p.data)
-        for key in STATE:
-            assert torch.equal(source.state[p][key].to(DEVICE), target.state[q][key].to(DEVICE))
+        saved, loaded = source.state[p], target.state[q]
+        assert saved.keys() == loaded.keys() == set(STATE)
+        for a, b in ((saved[key], loaded[key]) for key in STATE):
+            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+            assert torch.equal(a.to(DEVICE), b.to(DEVICE))
     for optimizer in (source, target):
         train(optimizer, grads[2:])
     close = {"rtol": 1e-5, "atol": 1e-6} if dtype == FP32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -248,57 +219,37 @@ def test_state_is_exchanged_with_torch(to_torch, dtype):
 
 
 def test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none():
-    def tensors():
-        states = [t for state in optimizer.state.values() for t in state.values()]
-        return [optimizer.param_groups[0]["lr"], *states]
-
-    optimizer = TritonAdamW(make_params(*SHAPES), lr=torch.tensor(0.1, device=DEVICE))
+    optimizer = TritonAdamW(make_params(*SHAPES))
     train(optimizer, random_grads(optimizer, 1))
     saved = copy.deepcopy(optimizer.state_dict())
-    optimizer.param_groups[0]["lr"].fill_(0.3)
     train(optimizer, random_grads(optimizer, 1))
-    known = tensors()
+    known = [dict(state) for state in optimizer.state.values()]
     optimizer.load_state_dict(saved)
-    now = tensors()
-    assert all(a is b for a, b in zip(known, now)) and now[0] == torch.tensor(0.1)
+    for before, now in zip(known, optimizer.state.values(), strict=True):
+        assert all(now[key] is t for key, t in before.items())
     assert steps_of(optimizer) == [1] * len(SHAPES)
     train(optimizer, random_grads(optimizer, 1))
     assert all(state["step"] == 1 for state in saved["state"].values())
 
 
-def test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for():
-    source, _ = both(dtype=BF16)
-    train(source, random_grads(source, 1))
-    target = TritonAdamW(make_params(*SHAPES, dtype=BF16), moments_dtype=FP32)
-    target.load_state_dict(source.state_dict())
-    for state in target.state.values():
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == FP32
-
-
 def test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes():
-    """So a run of PyTorch's AdamW goes on with 8-bit moments, and the other way round."""
+    """Each optimizer keeps the dtype that it was asked for; PyTorch's AdamW loads no codes."""
     params = [make_params((30, 40), (7,), dtype=BF16) for _ in range(3)]
     torchs = torch.optim.AdamW(params[0])
     coded, wide = (TritonAdamW(p, moments_dtype=t) for p, t in zip(params[1:], (torch.uint8, FP32)))
     train(torchs, random_grads(torchs, 2))
     coded.load_state_dict(torchs.state_dict())
     wide.load_state_dict(through_a_file(coded.state_dict()))
+    with pytest.raises(KeyError, match="step"):
+        torch.optim.AdamW(params[0]).load_state_dict(coded.state_dict())
     for p, q, r in zip(*params):
         given, codes, found = torchs.state[p], coded.state[q], wide.state[r]
         expected = quantize_moments(*(given[key].float() for key in STATE[1:]))
         assert all(torch.equal(codes[key], t) for key, t in zip(CODED_STATE[1:], expected))
-        assert codes[CODED_STATE[0]] == found["step"] == 2
+        assert found.keys() == set(STATE) and codes[CODED_STATE[0]] == found["step"] == 2
         for key, t in zip(STATE[1:], dequantize_moments(expected, FP32)):
             assert torch.equal(found[key], t) and t.any()
     train_all(coded, wide, steps=1)
-
-
-def test_pytorchs_adamw_does_not_load_codes():
-    coded = TritonAdamW(make_params((7,)), moments_dtype=torch.uint8)
-    train(coded, random_grads(coded, 1))
-    torchs = torch.optim.AdamW(make_params((7,)))
-    with pytest.raises(KeyError, match="step"):
-        torchs.load_state_dict(coded.state_dict())
 
 
 def test_codes_of_another_size_or_type_are_refused():
@@ -351,20 +302,18 @@ def test_maximize_is_loaded_and_how_to_compute_stays():
 
 
 def everything(optimizer):
-    """Return what an optimizer remembers, copied."""
+    """Return (copies of what an optimizer remembers, how they are nested)."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     states = [dict(optimizer.state.get(p, {})) for p in params_of(optimizer)]
-    return copy.deepcopy((groups, states, len(optimizer.state)))
+    return tree_flatten(copy.deepcopy((groups, states, len(optimizer.state))))
 
 
 def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
+    (values, nested), (others, nested_too) = a, b
+    return nested == nested_too and all(
+        type(x) is type(y) and (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y)
+        for x, y in zip(values, others)
+    )
 
 
 UNFIT = [  # what makes a state unfit: of which parameter (None: the second group), what, sentence
@@ -374,9 +323,6 @@ UNFIT = [  # what makes a state unfit: of which parameter (None: the second grou
     (3, {"exp_avg": None}, "exp_avg of parameter 3 is missing"),
     (3, {"exp_avg": torch.ones(6, 5).to_sparse()}, r"exp_avg of parameter 3 is torch\.sparse_coo"),
     (None, {"lr": -0.1}, r"lr is -0\.1, expected a number"),
-    (None, {"lr": torch.tensor(-0.5)}, r"lr is -0\.5, expected a number"),
-    (None, {"betas": (0.9, 1.0)}, r"betas is \(0\.9, 1\.0\)"),
-    (None, {"amsgrad": True}, "amsgrad is True, which TritonAdamW"),
     (None, {"lr": 0.75}, r"one tensor is to be filled with 0\.5 and with 0\.75, expected"),
     (None, {"params": [2]}, r"the state is of groups of \[2, 1\] parameters, expected \[2, 2\]"),
     (None, {}, r"the state is of groups of \[2\] parameters, expected \[2, 2\]"),
@@ -466,7 +412,7 @@ def stepping():
 
 def backward_and_step(model, optimizer, seed=0):
     model.loss(seed).backward()
-    optimizer.step()
+    assert optimizer.step() is None
 
 
 def weights_of(model):
@@ -477,12 +423,17 @@ def same_weights(model, weights):
     return all(map(torch.equal, model.parameters(), weights))
 
 
+def tensors_on(device):
+    lr, *betas = torch.tensor([0.05, 0.8, 0.95], device=device)
+    return {"lr": lr, "betas": tuple(betas)}
+
+
 IN_BACKWARD = {  # dtype, options
     "fp32": (FP32, {"lr": 0.05}),
     "bf16, stochastic": (BF16, {"lr": 0.05, "stochastic_rounding": True}),
     "8-bit moments": (BF16, {"lr": 0.05, "moments_dtype": torch.uint8}),
-    "tensors on the CPU": (FP32, dict(zip(("lr", "betas"), (TENSORS["lr"], TENSORS["betas"])))),
-    "tensors on the GPU": (FP32, {"device": DEVICE} | TENSORS),
+    "tensors on the CPU": (FP32, tensors_on("cpu")),
+    "tensors on the GPU": (FP32, tensors_on(DEVICE)),
     "maximize": (FP32, {"maximize": True}),
 }
 
@@ -493,16 +444,13 @@ def test_steps_inside_the_backward_are_the_same_steps(kind):
     optimizers = []
     for in_backward in (False, True):
         dtype, options = IN_BACKWARD[kind]
-        options = {"step_in_backward": in_backward} | copy.deepcopy(options)
-        if device := options.pop("device", None):
-            betas = tuple(beta.to(device) for beta in options["betas"])
-            options |= {"lr": options["lr"].to(device), "betas": betas}
         model = Model(dtype)
         groups = [
             {"params": [model.embedding]},
             {"params": [model.hidden, model.bias], "weight_decay": 0.3},
         ]
-        optimizer = TritonAdamW(groups, **options)
+        options = copy.deepcopy(options)  # its tensors are filled
+        optimizer = TritonAdamW(groups, step_in_backward=in_backward, **options)
         scheduler = exponential(optimizer)
         for seed in range(3):
             model.loss(seed).backward()
@@ -515,16 +463,14 @@ def test_steps_inside_the_backward_are_the_same_steps(kind):
     assert steps_of(optimizers[1]) == [3, 3, 3]
 
 
-def test_gradients_never_exist_all_at_once(monkeypatch):
-    model, alive = Model(), []
-    step = adamw_optimizer.adamw_step
+def test_gradients_never_exist_all_at_once(monkeypatch, stepping):
+    (model, optimizer), alive, step = stepping, [], adamw_optimizer.adamw_step
 
     def counting_step(*args, **options):
         alive.append(sum(not is_freed(p) for p in model.parameters()))
         return step(*args, **options)
 
     monkeypatch.setattr(adamw_optimizer, "adamw_step", counting_step)
-    optimizer = TritonAdamW(model.parameters(), step_in_backward=True)
     model.loss().backward()
     # Three steps, also one of a tied weight.  The hook alone holds the gradient of its parameter.
     assert alive == [0, 0, 0]
@@ -643,12 +589,8 @@ def test_step_without_a_backward_is_refused(stepping):
         optimizer.step()
 
 
-def test_gradients_of_before_are_refused_and_what_is_frozen_stays():
+def test_what_is_frozen_stays():
     model = Model()
-    model.loss().backward()
-    with pytest.raises(ValueError, match="a parameter has a gradient, and step_in_backward=True"):
-        TritonAdamW(model.parameters(), step_in_backward=True)
-    model.zero_grad()
     model.bias.requires_grad_(False)
     optimizer, before = TritonAdamW(model.parameters(), step_in_backward=True), weights_of(model)
     backward_and_step(model, optimizer)
@@ -668,35 +610,40 @@ def test_a_gradient_beside_the_one_that_the_backward_has_stepped_is_refused(step
     assert same_weights(model, before)
 
 
+def test_a_closure_makes_one_step_in_its_backward(stepping):
+    model, optimizer = stepping
+
+    def closure():
+        loss = model.loss()
+        loss.backward()
+        return loss
+
+    before = model.loss().item()
+    assert optimizer.step(closure).item() == before > model.loss().item()
+    assert steps_of(optimizer) == [1, 1, 1]
+
+
 def test_two_losses_of_different_parameters_make_one_step():
     a, b = make_params((4,), (5,))
     optimizer = TritonAdamW([a, b], step_in_backward=True)
-    a.square().sum().backward()
-    b.square().sum().backward()
+    for p in (a, b):
+        p.square().sum().backward()
     optimizer.step()
-    assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
+    assert steps_of(optimizer) == [1, 1]
 
 
-def test_loaded_settings_reach_the_hooks(stepping):
-    model, optimizer = stepping
-    saved = optimizer.state_dict()
-    saved["param_groups"][0]["lr"] = saved["param_groups"][0]["weight_decay"] = 0.0
-    optimizer.load_state_dict(saved)
-    before = weights_of(model)
-    backward_and_step(model, optimizer)
-    assert same_weights(model, before) and steps_of(optimizer) == [1, 1, 1]
-
-
-def test_state_loaded_after_a_backward_replaces_what_that_stepped(stepping):
+def test_what_is_loaded_after_a_backward_replaces_what_that_stepped_and_reaches_the_hooks(stepping):
     model, optimizer = stepping
     backward_and_step(model, optimizer)
     saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0].update(lr=0.0, weight_decay=0.0)
     model.loss(1).backward()
     optimizer.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="no backward has stepped"):
         optimizer.step()
+    before = weights_of(model)
     backward_and_step(model, optimizer, 2)
-    assert steps_of(optimizer) == [2, 2, 2]
+    assert same_weights(model, before) and steps_of(optimizer) == [2, 2, 2]
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
@@ -718,28 +665,21 @@ def hooks_of(params):
     return [hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
 
 
-def test_a_refused_constructor_leaves_no_hooks():
-    a, b = make_params((4,), (5,))
-    with pytest.raises(ValueError, match="lr is -1") as raised:
-        TritonAdamW([{"params": [a]}, {"params": [b], "lr": -1.0}], step_in_backward=True)
-    assert raised.tb is not None and hooks_of([a, b]) == []  # which the traceback keeps alive
-    b.grad = torch.ones_like(b)
-    with pytest.raises(ValueError, match="a parameter has a gradient") as raised:
-        TritonAdamW([{"params": [a]}, {"params": [b]}], step_in_backward=True)
-    assert raised.tb is not None and hooks_of([a, b]) == []
-
-
 @pytest.mark.parametrize("refused", [{"lr": -1.0}, {"fused": True}, {}], ids=str)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_refused_group_leaves_the_optimizer_as_it_was(refused, in_backward):
+def test_a_refused_group_leaves_no_hooks_and_the_optimizer_as_it_was(refused, in_backward):
     first, second, third = make_params((4,), (5,), (6,))
-    optimizer = TritonAdamW([first], step_in_backward=in_backward)
     if in_backward and not refused:
         third.grad = torch.ones_like(third)
     elif not refused:
         third = torch.nn.Parameter(third.double())
-    with pytest.raises((ValueError, TypeError), match=r"lr is -1\.0|fused is True|a parameter"):
-        optimizer.add_param_group({"params": [second, third], **refused})
+    group, says = {"params": [second, third], **refused}, r"lr is -1\.0|fused is True|a parameter"
+    with pytest.raises((ValueError, TypeError), match=says) as raised:
+        TritonAdamW([{"params": [first]}, {**group}], step_in_backward=in_backward)
+    assert raised.tb is not None and hooks_of([first]) == []  # which the traceback keeps alive
+    optimizer = TritonAdamW([first], step_in_backward=in_backward)
+    with pytest.raises((ValueError, TypeError), match=says):
+        optimizer.add_param_group({**group})
     assert params_of(optimizer) == [first] and len(optimizer.param_groups) == 1
     assert len(hooks_of([first])) == in_backward and hooks_of([second, third]) == []
     optimizer.add_param_group({"params": [second]})
@@ -790,8 +730,6 @@ BAD_OPTIONS = [
     ("lr", torch.ones(2), rf"lr is tensor\(\[1., 1.\]\), {AT_LEAST_0}"),
     ("lr", torch.tensor(1j), f"lr is 1j, {AT_LEAST_0}"),
     ("eps", NAN, f"eps is nan, {AT_LEAST_0}"),
-    ("eps", torch.tensor(-1.0), f"eps is -1.0, {AT_LEAST_0}"),
-    ("weight_decay", -0.1, f"weight_decay is -0.1, {AT_LEAST_0}"),
     ("weight_decay", None, f"weight_decay is None, {AT_LEAST_0}"),
     ("betas", (0.9, 1.0), r"betas is \(0.9, 1.0\), expected two numbers from 0 to below 1"),
     ("betas", (0.9,), r"betas is \(0.9,\), expected two numbers"),
@@ -816,89 +754,43 @@ def test_bad_options_are_refused_with_a_sentence(option, value, sentence):
         TritonAdamW([{"params": make_params((3,)), option: value}])
 
 
-BAD_PARAMETERS = [  # parameter, exception, what its sentence says
-    (ONES.double(), TypeError, "a parameter is torch.float64, expected torch.float16 or"),
-    (ONES.to_sparse(), TypeError, "a parameter is torch.sparse_coo, expected torch.strided"),
-    (EXPANDED, ValueError, r"a parameter of shape \(4, 6\) has strides \(0, 1\), by which"),
-]
-
-
-@pytest.mark.parametrize("data, error, sentence", BAD_PARAMETERS, ids=["fp64", "sparse", "overlap"])
-def test_parameters_that_no_step_can_take_are_refused_before_a_backward(data, error, sentence):
-    with pytest.raises(error, match=sentence):
-        TritonAdamW([torch.nn.Parameter(data)])
-    optimizer = TritonAdamW(make_params((3,)))
-    with pytest.raises(error, match=sentence):
-        optimizer.add_param_group({"params": [*make_params((3,)), torch.nn.Parameter(data)]})
-    assert len(optimizer.param_groups) == 1
-    TritonAdamW([torch.nn.Parameter(data, requires_grad=False)])  # what is frozen may be anything
-
-
-@pytest.fixture
-def mesh(tmp_path):
-    """A mesh of this one process."""
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield init_device_mesh(DEVICE, (1,))
-    dist.destroy_process_group()
-
-
-def as_dtensor(t, mesh, placement):
-    """Return t as a DTensor whose only part is t, so that nothing is sent."""
-    return DTensor.from_local(t.to(DEVICE), mesh, [placement], run_check=False)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
-def test_dtensors_of_one_process_take_the_steps_of_what_they_hold(mesh, placement, in_backward):
-    plain = make_params((4, 6), (5,), dtype=BF16)
-    wrapped = [torch.nn.Parameter(as_dtensor(p.detach().clone(), mesh, placement)) for p in plain]
-    options = {"stochastic_rounding": True, "step_in_backward": in_backward}
-    runs = [TritonAdamW(params, **options) for params in (plain, wrapped)]
-    for optimizer in runs:
-        for _ in range(2):
-            sum((p * p).sum() for p in params_of(optimizer)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for p, q in zip(plain, wrapped):
-        assert torch.equal(p, q.to_local()) and q.grad is None
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(runs[0].state[p][key], runs[1].state[q][key].to_local())
-            assert runs[1].state[q][key].placements == (placement,)
-
-
-ROUNDED, CODED = {"stochastic_rounding": True}, {"moments_dtype": torch.uint8}
-UNFIT_DTENSORS = {  # dtype and placement of a parameter, options, what the sentence says of it
-    "sum": (BF16, Partial(), ROUNDED, r"has the placements \(Partial\(.*, expected no Partial"),
-    "columns": (BF16, Shard(1), ROUNDED, r"has .* \(Shard\(dim=1\),\) .* stochastic_rounding"),
-    "doubles": (torch.float64, Shard(0), ROUNDED, r"is torch\.float64"),
-    "8 bits": (
-        BF16,
+ROUNDED = {"stochastic_rounding": True}
+UNFIT_PARAMETERS = {  # data, a DTensor's placement, options, what the sentence says
+    "float64": (ONES.double(), None, {}, "is torch.float64, expected torch.float16 or"),
+    "sparse": (ONES.to_sparse(), None, {}, "is torch.sparse_coo, expected torch.strided"),
+    "overlap": (EXPANDED, None, {}, r"of shape \(4, 6\) has strides \(0, 1\), by which"),
+    "a sum": (ONES, Partial(), {}, r"has the placements \(Partial\(.*, expected no Partial"),
+    "columns": (ONES, Shard(1), ROUNDED, r"has .* \(Shard\(dim=1\),\) .* stochastic_rounding"),
+    "a float64 shard": (ONES.double(), Shard(0), {}, "is torch.float64, expected"),
+    "a shard's codes": (
+        ONES,
         Shard(0),
-        CODED,
+        {"moments_dtype": torch.uint8},
         "is a DTensor, whose shards may end inside of blocks, and mom",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", UNFIT_DTENSORS)
+@pytest.mark.parametrize("kind", UNFIT_PARAMETERS)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group(
-    mesh, kind, in_backward
+def test_parameters_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group(
+    as_dtensor, kind, in_backward
 ):
-    dtype, placement, options, sentence = UNFIT_DTENSORS[kind]
-    wrapped = torch.nn.Parameter(as_dtensor(torch.ones(4, 6, dtype=dtype), mesh, placement))
-    options = {"step_in_backward": in_backward, **options}
+    data, placement, options, sentence = UNFIT_PARAMETERS[kind]
+    data = as_dtensor(data, placement) if placement else data
+    unfit, options = torch.nn.Parameter(data), {"step_in_backward": in_backward, **options}
     refused = {"match": f"a parameter {sentence}"}
     with pytest.raises((ValueError, TypeError), **refused):
-        TritonAdamW([wrapped], **options)
+        TritonAdamW([unfit], **options)
     optimizer = TritonAdamW(make_params((3,)), **options)
     with pytest.raises((ValueError, TypeError), **refused):
-        optimizer.add_param_group({"params": [wrapped]})
-    assert len(optimizer.param_groups) == 1 and hooks_of([wrapped]) == []
+        optimizer.add_param_group({"params": [*make_params((3,)), unfit]})
+    assert len(optimizer.param_groups) == 1 and hooks_of([unfit]) == []
+    TritonAdamW([torch.nn.Parameter(data, requires_grad=False)], **options)  # may be anything
 
 
-def test_gradient_that_ddp_averages_is_left_for_step(mesh):
+@pytest.mark.usefixtures("as_dtensor")  # of which the test needs the group of processes
+def test_gradient_that_ddp_averages_is_left_for_step():
     """DDP of one process averages, too; it raised with advice about clipping."""
     runs, x = [], torch.ones(3, 5, device=DEVICE)
     for in_backward in (True, False):
@@ -914,9 +806,9 @@ def test_gradient_that_ddp_averages_is_left_for_step(mesh):
     assert_same_run(*runs)
 
 
-def test_a_state_placed_otherwise_is_refused(mesh):
+def test_a_state_placed_otherwise_is_refused(as_dtensor):
     plain, wrapped = make_params((4, 6)), make_params((4, 6))
-    wrapped = [torch.nn.Parameter(as_dtensor(p, mesh, Shard(0))) for p in wrapped]
+    wrapped = [torch.nn.Parameter(as_dtensor(p, Shard(0))) for p in wrapped]
     a, b = TritonAdamW(plain), TritonAdamW(wrapped)
     for optimizer in (a, b):
         params_of(optimizer)[0].sum().backward()

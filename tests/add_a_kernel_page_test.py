@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.device import HAS_GPU
+from tests.conftest import HERE, tracked
 from tests.readme_test import ADD_A_KERNEL, FENCED, TEXTS
-from tests.structure_test import HERE, tracked
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="the pages show what is printed without a GPU")
 NEW_FILE = re.compile(r"`([\w/]+\.py)` is new:\s*\Z")
@@ -99,6 +99,7 @@ def followed(tmp_path):
             elif is_quick(step):
                 done = run(tmp_path, step.text)
                 assert done.returncode == 0, done.stderr
+        subprocess.run(["git", "add", "--all"], cwd=tmp_path, check=True)
         return tmp_path
 
     return follow

@@ -56,9 +56,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def op(self, name: str, **fields):
-        """An operation; `seq=` and `fwd_thread=` as autograd numbers it, `scope=1` for a backward
-        node.
-        """
+        """An operation: autograd numbers it by `seq=`, and `scope=1` is a backward node's."""
         fields = {"id": next(self.ids), "thread": self.thread, "use_device": "cuda", **fields}
         fields["sequence_nr"] = fields.pop("seq", -1)
         event = FunctionEvent(name=name, start_us=next(self.clock), end_us=None, **fields)
@@ -73,9 +71,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def backward(self, name: str, seq: int):
-        """A backward node: on autograd's thread, in its wrapper, numbered like the forward
-        operation.
-        """
+        """A backward node: on autograd's thread, in its wrapper, with its forward's number."""
         self.thread = AUTOGRAD
         with (
             self.op(EVALUATE + name, seq=seq, fwd_thread=MAIN),
@@ -85,9 +81,7 @@ class Timeline:
         self.thread = MAIN
 
     def launch(self, kernel: str, us: float, linked=True, called=True, at: float | None = None):
-        """Add a kernel, the CUDA call that launches it (`called`), and the operation's note of it
-        (`linked`).
-        """
+        """Add a kernel, the CUDA call that launches it, and the operation's note of it."""
         correlation = next(self.ids)
         start = self.gpu_clock if at is None else at
         self.gpu_clock = start + us
@@ -195,10 +189,7 @@ def test_an_adapters_products_are_its_own_and_the_projections_are_not(t):
 
 
 def test_of_operations_of_one_thread_with_one_number_the_last_created_the_node(t):
-    """The backward belongs where that forward operation did.
-
-    An operation without a gradient has the number of the next node: `arange` that of `pow`.
-    """
+    """An operation without a gradient has the number of the next node: `arange` that of `pow`."""
     with t.range("rotary"):
         t.call("aten::arange", "arange", 1.0, seq=7)
     with t.range("normalization"):

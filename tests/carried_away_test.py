@@ -10,14 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from harness.cli.device import HAS_GPU
+from tests.conftest import HERE, tracked
 
-HERE = Path(__file__).parents[1]  # the project's folder
 LESSONS = {  # the lesson: files beside it, and what is run of it
     "rmsnorm_kernel": ([], "TritonRMSNormFunction.apply(x, row, 1e-5)"),
     "cross_entropy_kernel": (
@@ -98,7 +97,8 @@ def carried_away(tmp_path_factory):
 
 
 def test_every_lesson_is_here():
-    files = [*HERE.glob("*_kernel.py"), *(HERE / "next_steps" / "lessons").glob("*_kernel.py")]
+    folders = HERE, HERE / "next_steps" / "lessons"
+    files = [file for file in tracked("*_kernel.py") if file.parent in folders]
     assert {file.stem for file in files} == set(LESSONS)
 
 

@@ -31,7 +31,7 @@ from harness.training import run_text, training_run
 from next_steps.finetuning import distill, opponents
 from next_steps.memory import profile
 from next_steps.studies import frontier
-from tests.conftest import Outcome, assert_refused
+from tests.conftest import Outcome, assert_refused, tracked
 from tests.files_test import contents
 from tests.small_workloads import change_json, tiny_workload
 from tests.token_cache_test import tokenizer_of
@@ -459,8 +459,9 @@ def test_a_terminal_that_knows_ascii_alone_shows_the_rest(tmp_path):
 
 SCRIPTS = sorted(
     path.name
-    for path in HERE.glob("*.py")
-    if "command_line.run_main(main)" in path.read_text()
+    for path in tracked("*.py")
+    if path.parent == HERE
+    and "command_line.run_main(main)" in path.read_text()
     and (not path.name.endswith("_test.py") or path.stem in LESSONS)
 )
 
@@ -468,7 +469,7 @@ SCRIPTS = sorted(
 MODULES = sorted(
     ".".join(path.relative_to(HERE).with_suffix("").parts)
     for floor in ("exercises", "next_steps", "tools")
-    for path in (HERE / floor).rglob("*.py")
+    for path in tracked(f"{floor}/*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
 HEAVY = "torch", "transformers", "triton"

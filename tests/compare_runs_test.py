@@ -148,6 +148,43 @@ def test_runs_that_round_otherwise_are_laid_side_by_side_without_a_verdict(scrip
     assert code == (apart != 1.0) and "the same training" in out
 
 
+@pytest.mark.parametrize(
+    ("slowest", "speedup"), [(0.21, "2.00x"), (0.12, "2.00x"), (0.095, "no difference")]
+)
+def test_repeats_say_whether_two_commands_differ(script, slowest, speedup):
+    """By the lowest and the highest run: the first side's runs take 0.2 s and so long."""
+    first = [run(median_seconds=0.2, seed=0), run(median_seconds=slowest, seed=1), run(seed=2)]
+    other = [run("Optimized", median_seconds=0.1, seed=seed) for seed in range(3)]
+    code, out, _ = script(*first, *other, flags=["--repeats", "3"])
+    assert code == 0 and row_of(out, "Optimized")[5] == speedup
+    assert "of a run" in out and "Optimized, run 3" in out
+
+
+def test_repeats_whose_losses_drift_apart_are_found(script):
+    runs = run(), run(seed=1), run("Optimized"), run("Optimized", losses=(3.0, 2.0, 2.0), seed=1)
+    code, out, _ = script(*runs, flags=["--repeats", "2"])
+    assert code == 1 and "Optimized, run 2: largest relative" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [([{}, {}, {}], "give 2 records of each side"), ([{}, {"lr": 1.0}, {}, {}], "than the seed")],
+)
+def test_what_is_no_repeat_is_refused(script, changes, sentence):
+    code, out, err = script(*(run(**each) for each in changes), flags=["--repeats", "2"])
+    assert code == 2 and not out and sentence in err
+
+
+def test_times_of_a_cpu_are_not_compared(script, tmp_path, pyplot):
+    on_cpu = [
+        run(title, environment=MADE_UP | {"gpu": None}) for title in ("Baseline", "Optimized")
+    ]
+    code, out, _ = script(*on_cpu, flags=["--plot", str(tmp_path / "plot.png")])
+    assert code == 0 and "the same training" in out and "1.5000" in row_of(out, "Optimized")
+    assert not any(word in out for word in ("Speedup", "Tokens/sec", "p20"))
+    assert [axis.get_title() for axis in pyplot.gcf().axes] == ["Loss", "Peak memory (GB)"]
+
+
 def test_long_runs_show_their_first_and_last_step(script):
     code, out, _ = script(run(losses=range(1, 102)), run("Optimized", losses=range(1, 102)))
     steps = [line.split()[0] for line in out.splitlines() if line[:1].isdigit()]
@@ -176,7 +213,7 @@ def test_plot_is_a_picture(script, tmp_path):
 
 def test_memory_below_a_gigabyte_is_drawn_in_megabytes(tmp_path, pyplot):
     records = [run(peak_memory_bytes=4e8), run("Optimized", peak_memory_bytes=5e8)]
-    compare_runs.plot(["a", "b"], records, str(tmp_path / "plot.png"))
+    compare_runs.plot([[record] for record in records], str(tmp_path / "plot.png"))
     _, _, memory = pyplot.gcf().axes
     assert memory.get_title() == "Peak memory (MB)"
     assert [text.get_text() for text in memory.texts] == ["400.0", "500.0"]

@@ -5,7 +5,9 @@ tests/fixtures.py.
 import json
 import os
 import re
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 if "ONE_GPU_OF" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     # make test-gpu: a worker, gw3, sees one of several GPUs; CUDA reads the variable once, later
@@ -37,6 +39,18 @@ from tests.fixtures import (  # noqa: F401
     small_tiles,
     unused_memory_returned,
 )
+
+HERE = Path(__file__).parents[1]  # the project's folder
+
+
+def tracked(pattern: str, folder: Path = HERE) -> list[Path]:
+    """Return the files of the folder that git knows: not those that a reader saves beside them.
+
+    A link to a folder is none.  Another user may own the folder, as in a container.
+    """
+    command = ["git", "-c", "safe.directory=*", "ls-files", pattern]
+    listed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return [path for name in listed.splitlines() if (path := folder / name).is_file()]
 
 
 def pytest_runtest_setup(item):

@@ -9,7 +9,7 @@ not exempt, case by case.
 tests/contracts_test.py asserts that there is no hole: that every pair either runs or has a reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import pytest
@@ -19,18 +19,21 @@ from judging.contracts import case_name
 from subjects import SUBJECTS
 from tests import tiles
 
-RUNS: dict[str, set[str]] = {}  # contract: the subjects for which it runs
+FUNCTIONS = SUBJECTS.values()
+RUNS: dict[str, set[str]] = {}  # contract: the functions for which it runs
 PLAYBOOK = "rmsnorm", "cross_entropy"  # a reader runs the contracts of these two
 
 
-def of_all_subjects(asked: Contract, names: list[str]) -> pytest.MarkDecorator:
+def of_all_subjects(
+    asked: Contract, names: list[str], subjects: Iterable = FUNCTIONS
+) -> pytest.MarkDecorator:
     """Run a test, which has these arguments, for every subject and for every case of it.
 
     All cases of subjects that are not the playbook's are left to the runs that leave nothing out.
     """
     name = asked.name.removeprefix("test_")
     rows = []
-    for subject in SUBJECTS.values():
+    for subject in subjects:
         if name in subject.exempt:
             continue
         for case in asked.cases(subject):
@@ -39,7 +42,8 @@ def of_all_subjects(asked: Contract, names: list[str]) -> pytest.MarkDecorator:
             case_id = [case_name(case)] if asked.argument else []
             values = [subject, case][: len(names)]
             rows.append(pytest.param(*values, id="-".join([subject.name, *case_id]), marks=marks))
-    RUNS[name] = {row.values[0].name for row in rows}
+    if subjects is FUNCTIONS:
+        RUNS[name] = {row.values[0].name for row in rows}
     return pytest.mark.parametrize(names, rows)
 
 
@@ -54,8 +58,8 @@ def contract(*arguments, **options) -> Callable[[Callable], Callable]:
     return decorate
 
 
-def as_test(asked: Contract) -> Callable:
-    @of_all_subjects(asked, ["subject", "case"])
+def as_test(asked: Contract, subjects: Iterable) -> Callable:
+    @of_all_subjects(asked, ["subject", "case"], subjects)
     def test(subject, case, gpu_memory, monkeypatch):
         if asked.gib:
             gpu_memory(asked.gib)
@@ -69,7 +73,7 @@ def as_test(asked: Contract) -> Callable:
     return test
 
 
-def contracts_of(module: ModuleType) -> dict[str, Callable]:
+def contracts_of(module: ModuleType, subjects: Iterable = FUNCTIONS) -> dict[str, Callable]:
     """Return the contracts of a module of `judging` as tests, by their names."""
     found = [each for each in vars(module).values() if isinstance(each, Contract)]
-    return {f"test_{each.name}": as_test(each) for each in found}
+    return {f"test_{each.name}": as_test(each, subjects) for each in found}

@@ -18,10 +18,6 @@ BF16 = torch.bfloat16
 globals().update(contracts_of(on_gpu))
 
 
-def make(subject):
-    return subject.make(subject.gpu_rows, subject.gpu_size, BF16)
-
-
 @contract()
 def test_rows_beyond_int32_in_memory(subject, monkeypatch, gpu_memory):
     """The last rows begin beyond 2**31 elements; all others are zeros, or do not count: they have
@@ -57,7 +53,7 @@ def test_rows_beyond_int32_in_memory(subject, monkeypatch, gpu_memory):
 @needs_two_gpus
 @contract()
 def test_tensors_on_a_gpu_that_is_not_the_current_one(subject):
-    inputs, douts = make(subject)
+    inputs, douts = on_gpu.of_real_size(subject)
     here = run(subject, subject.function, inputs, douts)
     assert torch.cuda.current_device() == 0
     inputs, douts = (

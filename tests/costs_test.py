@@ -18,8 +18,8 @@ from harness.profiling.attribution import category_by_name
 from harness.profiling.costs import NO_COST, Cost
 from harness.profiling.kernel_facts import FACTS_BY_NAME, KERNEL_ROWS, OTHER, RUNGS, Sizes
 from tests.kernel_facts_test import launched_kernels
+from tools.page_records import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
 SIZES = Sizes(weights=1000, stream=100, heads=60, inner=300, logits=400, layers=2, width=2)
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -205,11 +205,7 @@ def test_what_our_kernels_move_is_what_is_necessary(rung):
 
 @pytest.mark.exhaustive
 def test_bytes_and_flops_of_a_real_step(tmp_path, monkeypatch):
-    """In bf16: the products as the model has them, 116 bytes a number and norm, 20 passes of AdamW.
-
-    rmsnorm_kernel.py counts 128 bytes; 12 of them add gradients where two paths meet, which no
-    layer owns.
-    """
+    """Of rmsnorm_kernel.py's 128 bytes a number, 12 add gradients of two paths: no layer's."""
     config = architecture.tiny_config()
     config.hidden_size = 512  # so that what there is one of per row does not count
     monkeypatch.setattr(architecture, "tiny_config", lambda: config)
@@ -243,9 +239,7 @@ CEILINGS = {"matmul_tflops": 0.5, "copy_gbs": 2.0}
 
 
 def test_the_speed_of_light_is_the_flops_and_what_fused_kernels_must_move():
-    """By hand, of the tiny model in fp32.  Two tokens have twice a token's bytes, and the weights'
-    once.
-    """
+    """By hand, of tiny in fp32.  Two tokens have a token's bytes twice, and the weights' once."""
     config = architecture.tiny_config()
     per_token = 4 * (2 * 64 * (10 - 2) + 2 * 96 * 4 + 2 * 160 * 9 + 257 * 2)
     weights = 4 * 119_232 * 7

@@ -29,9 +29,7 @@ from tests.conftest import assert_refused
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
 from tests.small_workloads import MADE_UP
-
-RESULTS = Path(__file__).parents[1] / "results"
-
+from tools.page_records import RESULTS
 
 # ---------------------------------------------------------------- hand-made records
 
@@ -129,8 +127,7 @@ def test_a_gain_is_the_time_beyond_what_is_necessary_at_90_percent():
 
 
 def test_no_part_gains_more_than_the_step_it_was_measured_in_and_none_at_its_ceiling():
-    """A CPU's step under the profiler may take a hundred times as long as the others, or the
-    other way round; a GPU's kernels may run beside each other."""
+    """The profiler may slow a CPU's step a hundredfold; a GPU's kernels may run in parallel."""
     optimizer = part(64_000.0, n_bytes=8e3)
     record = made_up(optimizer=optimizer) | {"busy_us": 64e3, "profiled_step_ms": 80.0}
     for device, gain in (("CPU", -100 * (64 - 0.007 / 0.9) / 80), ("CUDA", -100.0)):
@@ -414,7 +411,7 @@ DAMAGES = "removed", None, "x", [], {}, [{}], {"matmul": {}}
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_profile_of_which_a_part_is_missing_is_one_sentence(compare, which):
     """Whatever part, and in whichever of the two; those that are not read may be anything."""
-    whole = json.loads((RESULTS / "profile_1x512.json").read_text())
+    whole = recorded("1x512")
     refused = set()
     for key, damage in itertools.product(whole.keys() - {"kind"}, DAMAGES):
         records = [whole, whole]
@@ -442,7 +439,7 @@ def test_a_profile_of_which_a_part_is_missing_is_one_sentence(compare, which):
     ids=str,
 )
 def test_a_number_that_nothing_can_be_divided_by_is_one_sentence(compare, key, within, value):
-    record = json.loads((RESULTS / "profile_1x512.json").read_text())
+    record = recorded("1x512")
     record[key][within] = value
     assert_refused(compare(record, record), f"is a damaged record, without a usable {key}")
 

@@ -38,6 +38,7 @@ from tests.apply_kernels_test import (
     loss_and_gradients,
     make_batch,
     make_model,
+    packed_positions,
     padding_mask,
     small_config,
     without_and_with,
@@ -147,7 +148,7 @@ def test_what_no_row_has_is_refused_by_its_name(kind, tmp_path, run_script):
 INPUTS = {
     "nothing else": dict,
     "padding on both sides": lambda: {"attention_mask": padding_mask()},
-    "packed sequences": lambda: {"position_ids": (torch.arange(T) % 2).expand(2, T).to(DEVICE)},
+    "packed sequences": packed_positions,
 }
 
 
@@ -307,13 +308,11 @@ RUN = "--random-init", "--dtype", "fp32", "--batch-size", "1", "--seq-len", "4",
 
 @slow(NOT_LLAMA)
 def test_scripts_train_it_with_and_without_the_kernels(kind, saved, recorded, little_validation):
-    folder = saved(kind)
+    flags = "--model", saved(kind), *RUN
     runs = [
-        recorded(finetune_baseline, "--model", folder, *RUN),
-        *(
-            recorded(finetune_optimized, "--model", folder, *RUN, *flags)
-            for flags in ((), ("--kernels", "all"))
-        ),
+        recorded(finetune_baseline, *flags),
+        recorded(finetune_optimized, *flags),
+        recorded(finetune_optimized, *flags, "--kernels", "all"),
     ]
     losses = [torch.tensor(run["losses"], dtype=torch.float64) for run in runs]
     assert losses[0][0] != losses[0][1]

@@ -32,11 +32,11 @@ from harness.data import dataset
 from harness.profiling.profiler import write_trace
 from harness.records import run_records
 from harness.training import saving
-from tests.conftest import assert_refused
+from tests.conftest import assert_refused, tracked
 from tests.small_workloads import change_json, smaller_config
 from tests.token_cache_test import tokenizer_of
 from tools import fill_pages
-from tools.page_records import HERE, RESULTS
+from tools.page_records import HERE
 
 TINY = ["--model", "tiny", "--dtype", "fp32", "--seq-len", "8"]
 NOBODY = 65534  # a user without rights
@@ -357,7 +357,7 @@ def profiled(n_products: int = 1) -> torch.profiler.profile:
 
 def test_what_the_scripts_wrote_and_an_empty_file_are_replaced(tmp_path):
     """Only the beginning of a memory snapshot is made: to take one needs a GPU."""
-    there = {name: sorted(RESULTS.glob(f"*.{name}")) for name in ("json", "png")}
+    there = {name: tracked(f"results/*.{name}") for name in ("json", "png")}
     assert min(map(len, there.values())) > 10
     names = "drawn.png", "trace.json", "trace.json.gz", "step.pickle", "empty.png"
     drawn, trace, compressed, snapshot, empty = paths = [tmp_path / name for name in names]

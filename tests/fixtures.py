@@ -216,13 +216,15 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def as_dtensor(tmp_path):
-    """as_dtensor(t): t as a DTensor, in a group of this one process."""
+    """as_dtensor(t, placement): t as a DTensor, in a group of this one process."""
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     mesh = init_device_mesh(DEVICE, (1,))
-    yield lambda t: DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+    yield lambda t, placement=None: DTensor.from_local(
+        t, mesh, [placement or Replicate()], run_check=False
+    )
     torch.distributed.destroy_process_group()
 
 

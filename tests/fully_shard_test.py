@@ -144,17 +144,12 @@ def test_weight_outside_of_a_forward_is_half_of_it_and_refused(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_kernels_come_before_fully_shard(tmp_path):
+@pytest.mark.usefixtures("as_dtensor")  # with it a process group of this one process
+def test_kernels_come_before_fully_shard():
     model = make_model([], torch.device("cpu"))
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh)
-        with pytest.raises(ValueError, match="fully_shard has spread the model over processes"):
-            apply_kernels.apply_kernels(model)
-    finally:
-        torch.distributed.destroy_process_group()
+    fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="fully_shard has spread the model over processes"):
+        apply_kernels.apply_kernels(model)
 
 
 def save_half(rank: int, device: torch.device, folder: str, tied: bool) -> dict[str, torch.Tensor]:

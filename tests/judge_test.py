@@ -11,9 +11,10 @@ import torch
 
 import judge
 from harness.cli.device import HAS_GPU
+from judging.compile_targets import COMPILING
 from judging.judged_file import Stopped
-from judging.pretended_gpu import COMPILING, description_of
 from judging.processes import Apart
+from next_steps.comparisons.asked_apart import sanitized
 from tests.conftest import assert_refused
 from tools.page_records import HERE
 
@@ -126,7 +127,7 @@ def compile_copy(file: str) -> list[list[str]]:
     """Return the compile errors for fp32 and bf16."""
     with Apart("judging.pretended_gpu:compiler_of", file, "launch", environment=COMPILING) as apart:
         return [
-            apart.call({"x": description_of(x), "y": description_of(x)}, seconds=120)
+            apart.call({"x": x, "y": x}, seconds=120)
             for x in (torch.empty(4, 50, dtype=each) for each in (torch.float32, torch.bfloat16))
         ]
 
@@ -234,3 +235,37 @@ def test_the_list_names_subjects_constants_libraries_and_contracts(run_script):
 )
 def test_unknown_names_are_refused(flags, words, run_script):
     assert_refused(run_script(judge, *flags), words)
+
+
+# ---- compute-sanitizer: what it wrote of a norm without a mask, on an H200 -----------------------
+
+REPORT = """========= Invalid __global__ write of size 4 bytes
+=========     at {place}+0x490 in my_norm.py:13
+=========     by thread ({thread},0,0) in block (14,0,0)
+=========     Access to 0x7ef9f280a300 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: PyErr_Error [0x18218f] in python3
+=========
+"""
+SUMMARY = "========= ERROR SUMMARY: 2 errors\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "outcome", "words"),
+    [
+        (REPORT + REPORT.replace("{thread}", "65") + SUMMARY, "wrong", "my_norm.py:13"),
+        (REPORT.replace("{place}", "sm90_xmma_gemm_f32") + SUMMARY, "holds", ""),
+        (SUMMARY, "holds", ""),
+        ("", "not tried", "without a summary"),
+    ],
+)
+def test_a_report_of_the_sanitizer_is_a_verdict(tmp_path, monkeypatch, log, outcome, words):
+    program = tmp_path / "compute-sanitizer"
+    text = ("========= COMPUTE-SANITIZER\n" + log).replace("{place}", "_my_norm")
+    write = f"import sys; open(sys.argv[6].replace('%p', '1'), 'w').write({text!r})"
+    program.write_text(f"#!{sys.executable}\n{write}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    verdict = sanitized("memcheck")
+    assert verdict.outcome == outcome and words in verdict.words
+    assert verdict.words.count("Invalid") == (outcome == "wrong")  # two threads, one fault

@@ -9,6 +9,7 @@ from judging.contract import Contract, NotTried
 from judging.contracts import CONTRACTS, Verdict, of_callable, verdict_of
 from subjects import SUBJECTS
 from subjects.rmsnorm import RMSNORM, reference
+from subjects.subject import same_bits
 
 OF_A_GPU = [name for name, one in CONTRACTS.items() if one.gpu]
 MATCH = "outputs_and_gradients_match_float64"
@@ -150,3 +151,10 @@ def test_nothing_leaks_from_a_function_that_raises():
     asked(refuses_fp16)
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("one, other", [("nan", 7.0), ("inf", 3.4028235e38), ("inf", "-inf")])
+def test_what_is_not_finite_is_the_same_as_itself_alone(one, other):
+    first, second = ({"y": torch.tensor([float(value)])} for value in (one, other))
+    assert same_bits(first, first) and not same_bits(first, second)
+    assert not same_bits(first, {"y": first["y"][None]})

@@ -247,8 +247,7 @@ def test_a_compiled_model_makes_the_same_step(folder, monkeypatch):
         torch.compiler.reset()
         model.compile(fullgraph=True, backend="inductor" if HAS_GPU else "aot_eager")
         compiled = loss_and_gradients(model, batch)
-    for name, expected in eager.items():
-        torch.testing.assert_close(compiled[name], expected, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
 
 
 @with_kernels
@@ -257,8 +256,7 @@ def test_float64_runs_without_the_kernels(folder, monkeypatch):
     expected = loss_and_gradients(model)
     with kernelized(model, folder, Mode.TRAINING, monkeypatch):
         ours = loss_and_gradients(model)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 @with_kernels
@@ -309,8 +307,7 @@ def test_from_pretrained_takes_a_registered_mapping(folder, saved, afterwards_pl
         assert replaced(model) == ALL
         assert replaced(model.train()) == replaced(model.eval()) == ALL
         ours = loss_and_gradients(model.train())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 @with_kernels

@@ -13,6 +13,7 @@ from next_steps.comparisons.benchmark_problems import PROBLEMS
 from next_steps.finetuning import opponents
 from next_steps.memory import estimate
 from next_steps.studies import fp8_accuracy, ladder
+from tests.conftest import tracked
 from tools import make_records
 from tools.make_records import (
     BASELINE,
@@ -64,7 +65,7 @@ def test_the_list_has_every_kernels_benchmark():
 
 
 def test_every_estimate_of_the_pages_is_listed():
-    assert RUNS["estimates"].keys() == {path.stem for path in RESULTS.glob("estimate_*.json")}
+    assert RUNS["estimates"].keys() == {path.stem for path in tracked("results/estimate_*.json")}
 
 
 @pytest.mark.parametrize("name", [*RUNS["steps"], *RUNS["estimates"]])

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from judging.contract import NotTried, Wrong
-from judging.contracts import case_name
+from judging import optimizers
+from judging.contract import Wrong
 from judging.optimizers import OPTIMIZER_CONTRACTS, OPTIMIZERS, OptimizerSubject
 from next_steps.lessons.adamw_optimizer import TritonAdamW
+from tests.contracts import contracts_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDED = {"stochastic_rounding": True}
@@ -25,27 +26,7 @@ SUBJECTS = (
 )
 
 
-def as_test(asked):
-    rows = [
-        pytest.param(
-            subject, case, id=f"{subject}-{case_name(case)}" if asked.argument else str(subject)
-        )
-        for subject in SUBJECTS
-        for case in asked.cases(subject)
-    ]
-
-    @pytest.mark.parametrize("subject, case", rows)
-    @pytest.mark.exhaustive
-    def test(subject, case):
-        try:
-            asked(subject, case)
-        except NotTried as why:
-            pytest.skip(str(why))
-
-    return test
-
-
-globals().update({f"test_{name}": as_test(asked) for name, asked in OPTIMIZER_CONTRACTS.items()})
+globals().update(contracts_of(optimizers, SUBJECTS))
 
 
 class ForgetsItsState(AdamW):

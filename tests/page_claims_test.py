@@ -61,3 +61,31 @@ def test_how_good_the_ladders_predictions_are_is_its_records():
     assert all(abs(before - after) <= before / 6 for before, after in first)
     assert all("half as large again as" in text_of(page) for page in ("README", "docs/ladder"))
     assert 1.4 < predicted / gained < 1.6
+
+
+def alone_us(size: int) -> float:
+    """Our RMSNorm of 65,536 rows of this length."""
+    sections = json.loads((RESULTS / "benchmark_rmsnorm_sizes.json").read_text())["sections"]
+    rows = (row for section in sections if section["size"] == size for row in section["rows"])
+    (found,) = (
+        row["kernels_us"]
+        for row in rows
+        if (row["tokens"], row["implementation"]) == (65_536, "ours")
+    )
+    return found
+
+
+def test_answers_are_the_records():
+    names = "profile_4x2048", "profile_4x2048_both", "ladder_4x2048"
+    before, after, ladder = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    rungs = {rung["name"]: rung["step_ms"] for rung in ladder["rungs"]}
+    runs = (f"finetune_{name}_4x2048" for name in ("baseline", "optimized"))
+    first, last = (json.loads((RESULTS / f"{name}.json").read_text()) for name in runs)
+    gained = rungs["baseline"] - rungs["cuda_graph"]
+    for figure in (
+        f"has {alone_us(8192) / alone_us(4096):.2f} times",
+        f'row "Step" is {before["timeline"]["step_ms"] / after["timeline"]["step_ms"]:.2f}.',
+        f'"Speedup" is {first["median_seconds"] / last["median_seconds"]:.2f}:',
+        f"{rungs['baseline']:.1f} - {rungs['cuda_graph']:.1f} = {gained:.1f}",
+    ):
+        assert figure in text_of("docs/answers")

@@ -18,7 +18,8 @@ def title(function: str) -> None:
 
 def verdict(function: str, passed: bool) -> int:
     """Print the last lines; return the exit code."""
-    print(f"\n{'=' * 60}\nAll {function} tests {'PASSED' if passed else 'FAILED'}")
+    found = f"All {function} tests PASSED" if passed else f"Some {function} tests FAILED"
+    print(f"\n{'=' * 60}\n{found}")
     return 0 if passed else 1
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 from dataclasses import replace
 from datetime import date, timedelta
@@ -317,20 +316,11 @@ def resumed(run_script, ended_after, tmp_path, examples):
     return run
 
 
-def forget_a_loss(path: Path) -> None:
-    facts = json.loads((path / "run.json").read_text())
-    facts["losses"].pop()
-    (path / "run.json").write_text(json.dumps(facts))
-
-
 TENSORS = "__0_0.distcp"
 NONE = "holds no checkpoint, expected a folder that --checkpoint DIR has written to"
 DIFFERS = "is damaged: its checksum differs, expected what --checkpoint wrote"
 DAMAGES = {  # what becomes of step-2, and what the sentence says
-    "empty": (shutil.rmtree, NONE),
     "half written": (lambda path: path.rename(path.with_name(".unfinished-step-2")), NONE),
-    "broken facts": (lambda path: (path / "run.json").write_text("{"), "run.json is damaged"),
-    "a loss less": (forget_a_loss, "run.json is damaged"),
     "no tensors": (lambda path: (path / TENSORS).unlink(), f"{TENSORS} {DIFFERS}"),
     "no checksums": (
         lambda path: (path / "checksums.json").unlink(),

@@ -18,6 +18,7 @@ from next_steps.finetuning import kernel_training
 from next_steps.patches import projections
 from next_steps.studies import scaling, scaling_tables
 from next_steps.studies.scaling_tables import StepSize
+from tests.conftest import assert_refused
 from tests.small_workloads import MADE_UP
 from tests.two_processes import one_gpu_is_too_few
 from tests.warm_processes import torchrun
@@ -101,7 +102,7 @@ def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
 def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path):
     paths, picture = written(tmp_path, ONE, record(ONE["rows"], 2)), tmp_path / "scaling.png"
     outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
-    assert outcome.code == 2 and "no record says what is exposed" in outcome.err
+    assert_refused(outcome, "no record says what is exposed")
     paths = written(tmp_path, ONE, TWO, TWO | {"parallel": "ddp"})
     outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
     assert outcome.code == 0, outcome.err
@@ -122,8 +123,7 @@ def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path)
     ],
 )
 def test_what_cannot_be_compared_is_refused(run_script, tmp_path, records, words):
-    outcome = run_script(scaling, "--compare", *written(tmp_path, *records))
-    assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
+    assert_refused(run_script(scaling, "--compare", *written(tmp_path, *records)), words)
 
 
 @pytest.mark.parametrize("damage", ["removed", None, "x", [{}]], ids=str)
@@ -133,7 +133,7 @@ def test_a_record_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_pat
         damaged |= {} if damage == "removed" else {key: damage}
         outcome = run_script(scaling, "--compare", *written(tmp_path, ONE, damaged))
         if outcome.code:
-            assert outcome.code == 2 and key in outcome.err and outcome.err.count("\n") == 1
+            assert_refused(outcome, key)
         assert outcome.code or key not in ("rows", "world_size", "environment")
 
 
@@ -147,8 +147,7 @@ def test_flags_without_effect_are_refused(run_script, tmp_path):
         (["--ways", "fp8,bf16"], "unknown way 'bf16'; choose from baseline, kernels, fp8, liger"),
         (["--sizes", "1x8,2048"], "expected sizes such as 4x2048 or 4x2048x4, not '1x8,2048'"),
     ):
-        outcome = run_script(scaling, *flags)
-        assert outcome.code == 2 and words in outcome.err and outcome.err.count("\n") == 1
+        assert_refused(run_script(scaling, *flags), words)
 
 
 def measured_as(monkeypatch, outcomes) -> list:

@@ -2,12 +2,12 @@
 
 import ast
 import functools
-import subprocess
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parents[1]  # the project's folder
+from tests.conftest import HERE, tracked
+
 # at the root: the playbook's
 LESSONS = {"rmsnorm_kernel", "cross_entropy_kernel"}
 LONGEST = 500  # lines of a module; lessons and tests are as long as they read well
@@ -46,13 +46,6 @@ ROOMS = {
     "exercises": ["grading"],  # a learner's files lie in no room
 }
 MOST_FILES = 13  # of a room, with its __init__.py
-
-
-def tracked(pattern: str) -> list[Path]:
-    """Files that git knows, and new ones that it does not ignore; not a link to a folder."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
-    listed = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=True).stdout
-    return sorted(HERE / name for name in set(listed.splitlines()) if (HERE / name).is_file())
 
 
 def name_of(file: Path) -> str:
@@ -94,15 +87,6 @@ def imports(module: str) -> set[str]:
             taken = inner & set(SOURCES)
             found |= taken or {node.module}
     return found & set(SOURCES)
-
-
-def test_a_link_to_a_folder_is_no_file(tmp_path, monkeypatch):
-    """As `.venv` may be one, which git then does not ignore as a folder."""
-    monkeypatch.setitem(tracked.__globals__, "HERE", tmp_path)
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    (tmp_path / "file").write_text("")
-    (tmp_path / ".venv").symlink_to(tmp_path)
-    assert tracked("*") == [tmp_path / "file"]
 
 
 def test_arrows_only_go_down():
@@ -179,7 +163,7 @@ def test_no_module_is_too_long_and_no_line_too_wide():
 
 
 # Modules of one shape have parts of one name: a subject's, a lesson's constants (it is carried away
-# alone), a command's flags, what a record prints and draws, step 11's two scripts, the decoder
+# alone), a command's flags, what a record prints and draws, lesson 11's two scripts, the decoder
 # layer in each precision.
 SHARED = {"SUBJECTS", "MEAN", "ROWS", "EPS", "make", "make_plain", "reference", "eager"}
 SHARED |= {"wrong_answers", "bad_input", "bytes_of_statistics", "LOG2E", "LOWEST", "DecoderLayer"}

@@ -31,6 +31,7 @@ from next_steps.comparisons.sweep_kernels import (
     sweep,
     try_setting,
 )
+from tests.benchmark_kernels_test import columns
 
 SMALL = {"rmsnorm": (5, 96), "cross_entropy": (5, 100)}
 NAMES = {"rmsnorm": ["RMSNorm forward", "RMSNorm backward"]}
@@ -46,6 +47,12 @@ def make_launch(
     kernel: str, i: int, dtype: torch.dtype = torch.float32
 ) -> sweep_kernels.SweptLaunch:
     return sweep_kernels.LAUNCHES[kernel](*SMALL[kernel], dtype)[i]
+
+
+def carried_launch(kernel: str, i: int) -> tuple[SweptLaunch, dict, dict]:
+    """A launch, the setting that its file carries, and its results with that."""
+    launch = make_launch(kernel, i)
+    return launch, *carried(launch)
 
 
 @pytest.fixture
@@ -98,8 +105,7 @@ def test_patches_are_gone_afterwards():
 
 def test_backward_makes_room_for_as_many_programs_as_it_launches(stubbed_timer):
     """A grid alone, without its partial sums, would write beyond them."""
-    launch = make_launch("rmsnorm", 1)
-    shipped, expected = carried(launch)
+    launch, shipped, expected = carried_launch("rmsnorm", 1)
     for n_programs in (1, 3, 5):
         row = try_setting(launch, shipped | {"n_programs": n_programs}, expected)
         assert row["fault"] is None
@@ -111,8 +117,7 @@ def test_files_own_setting_comes_first_and_none_twice(has_gpu, monkeypatch):
     monkeypatch.setattr(sweep_kernels, "HAS_GPU", has_gpu)
     monkeypatch.setattr(sweep_kernels, "processors", lambda: 2)
     for kernel, i in EVERY_LAUNCH:
-        launch = make_launch(kernel, i)
-        shipped, _ = carried(launch)
+        launch, shipped, _ = carried_launch(kernel, i)
         found = settings_to_try(launch, shipped)
         assert found[0] == shipped
         assert all(a != b for a, b in itertools.combinations(found, 2))
@@ -140,8 +145,7 @@ def test_wrong_setting_does_not_win(monkeypatch):
 
 def test_wrong_gradient_off_the_targets_is_seen():
     """Over the whole tensor it would be nearly right: the targets' entries carry the norm."""
-    launch = make_launch("cross_entropy", 2)
-    _, expected = carried(launch)
+    launch, _, expected = carried_launch("cross_entropy", 2)
     expected["other"] = expected["other"] * 1.001
     fault = try_setting(launch, {"num_warps": 8}, expected)["fault"]
     assert fault.startswith("WRONG") and "other" in fault and "target" not in fault
@@ -161,8 +165,7 @@ def behave(monkeypatch, launch: SweptLaunch, **behaviour) -> None:
 @pytest.mark.parametrize("kernel, i", EVERY_LAUNCH)
 def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
     """New memory may be that of the result before, and hold it still."""
-    launch = make_launch(kernel, i)
-    shipped, expected = carried(launch)
+    launch, shipped, expected = carried_launch(kernel, i)
     behave(monkeypatch, launch)
     fault = try_setting(launch, shipped, expected)["fault"]
     assert fault.startswith("WRONG") and " nan" in fault
@@ -180,8 +183,7 @@ def test_kernel_that_writes_nothing_is_wrong(kernel, i, monkeypatch):
     ],
 )
 def test_setting_that_fails_is_listed(error, said, monkeypatch):
-    launch = make_launch("rmsnorm", 0)
-    _, expected = carried(launch)
+    launch, _, expected = carried_launch("rmsnorm", 0)
     behave(monkeypatch, launch, side_effect=error)
     row = try_setting(launch, {"num_warps": 32}, expected)
     assert row["us"] is None and row["fault"] == said
@@ -191,8 +193,7 @@ def test_setting_that_fails_is_listed(error, said, monkeypatch):
 
 
 def test_gpu_out_of_memory_is_no_result(monkeypatch):
-    launch = make_launch("rmsnorm", 0)
-    _, expected = carried(launch)
+    launch, _, expected = carried_launch("rmsnorm", 0)
     behave(monkeypatch, launch, side_effect=torch.OutOfMemoryError("CUDA"))
     with pytest.raises(torch.OutOfMemoryError):
         try_setting(launch, {"num_warps": 32}, expected)
@@ -200,8 +201,7 @@ def test_gpu_out_of_memory_is_no_result(monkeypatch):
 
 def test_launcher_that_ignores_a_setting_is_an_error(monkeypatch):
     """Otherwise the file's own setting would be timed under another's name."""
-    launch = make_launch("rmsnorm", 1)
-    shipped, expected = carried(launch)
+    launch, shipped, expected = carried_launch("rmsnorm", 1)
     monkeypatch.setattr(sweep_kernels, "replaced", lambda *_, **told: contextlib.nullcontext())
     with pytest.raises(command_line.RunError, match=r"asked for.*n_programs = 1.*launched with"):
         try_setting(launch, shipped | {"n_programs": 1}, expected)
@@ -215,8 +215,7 @@ def test_setting_of_the_file_that_differs_from_itself_is_an_error(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_in_place_is_compared_from_fresh_logits_and_timed_on_overwritten_ones(stubbed_timer):
-    launch = make_launch("cross_entropy", 2)
-    shipped, expected = carried(launch)
+    launch, shipped, expected = carried_launch("cross_entropy", 2)
     row = try_setting(launch, shipped, expected)
     assert row["fault"] is None
     stubbed_timer[0]()  # what was timed: once more over the gradient
@@ -262,11 +261,6 @@ def example(shipped_us: float = 100.0, best_us: float = 100.0) -> dict:
             tried({"num_warps": 8, "STAGES": 4, "n_programs": 132}, best_us, spills=12),
         ],
     }
-
-
-def columns(line: str) -> list[str]:
-    """Cells, which are at least two spaces apart."""
-    return [part.strip() for part in line.split("  ") if part.strip()]
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from judging.compile_targets import UNALIGNED, CompiledKernel, widest_access
 from next_steps.comparisons import repeats
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from tests.cli_test import raising
+from tests.conftest import HERE, tracked
 from tools import compile_check, run_tests
 
-HERE = Path(__file__).parents[1]  # the project's folder
 COLUMNS = ["First used by, kernel", "Target", "Registers", "Spills", "Shared, B", "Access, B"]
 GOOD = CompiledKernel(
     "_kernel", "RMSNorm, bf16", "sm_90", registers=64, spills=0, shared=32, widest=16
@@ -275,7 +275,7 @@ def test_every_kernel_is_repeated():
 
 def test_no_kernel_adds_by_atomics():
     """repeats.py states that, and therefore exempts no kernel from giving the same bits."""
-    sources = [*HERE.glob("*.py"), *(HERE / "next_steps").rglob("*.py")]
+    sources = [*tracked("*_kernel.py"), *tracked("next_steps/*.py")]
     assert not [path for path in sources if "tl.atomic" in path.read_text()]
 
 

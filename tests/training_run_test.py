@@ -119,9 +119,7 @@ def test_the_steps_are_those_of_the_optimizer_that_is_given(tmp_path):
 
 
 class PretendedProfiler:
-    """In PyTorch's place: notes how many steps had been made when it began, and ends with two
-    kernels, of which the second begins before the first ends.
-    """
+    """In PyTorch's place: notes how many steps came before, and has two overlapping kernels."""
 
     began: list[int]
     run: training_run.Run

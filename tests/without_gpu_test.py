@@ -19,10 +19,10 @@ from next_steps import finetune_options
 from next_steps.comparisons import compare_profiles
 from next_steps.memory import estimate, profile
 from next_steps.studies import ladder
-from tests.conftest import assert_refused
+from tests.conftest import assert_refused, tracked
 from tests.fixtures import HAS_GPU
 from tools import fill_pages
-from tools.page_records import HERE, RESULTS, load_record
+from tools.page_records import HERE, load_record
 
 README = (HERE / "README.md").read_text()
 BLOCKS = re.findall(r"^```(bash|python)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
@@ -64,8 +64,8 @@ def test_a_command_of_readme_is_accepted_with_what_readme_adds(words):
         load_config(Workload.from_flags(TRAINING[script](flags), on_gpu=False))
 
 
-def test_the_commands_of_the_steps_are_found():
-    assert {words[0] for words in commands()} == set(TRAINING) and len(commands()) >= 9
+def test_the_commands_of_the_lessons_are_found():
+    assert {words[0] for words in commands()} == set(TRAINING) and len(commands()) >= 8
 
 
 @needs_no_gpu
@@ -105,7 +105,7 @@ def too_wide(text: str) -> list[str]:
 
 
 def renderable() -> list[str]:
-    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    names = [path.stem for path in tracked("results/*.json")]
     kinds = {name: load_record(name).get("kind") for name in names}
     apart = {"durations", "judge", "published", "scaling", "sft"}
     apart |= {"fp8_costs", "trace_picture", "weight_values"}  # whose programs have left

@@ -16,7 +16,7 @@ from cross_entropy_kernel import (
 )
 from harness.benchmark import benchmark_specs as specs
 from judging.compile_targets import UNALIGNED
-from judging.pretended_gpu import Case, Make
+from judging.pretended_gpu import Case, Make, on_pretended_gpu
 from next_steps.layers.llama_mlp import SwiGLUMLPFunction
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
@@ -46,10 +46,7 @@ def case(name: str, subject: str, size: object, function=None, make=None, **opti
 
     def arguments(t: Make) -> tuple:
         inputs, _ = (make or of.make_plain or of.make)((B, T), size, t(0).dtype)
-        return tuple(
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="cuda")
-            for each in inputs.values()
-        )
+        return tuple(map(on_pretended_gpu, inputs.values()))
 
     return Case(name, function or of.function, arguments, **options)
 

@@ -25,7 +25,7 @@ import sys
 
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, tables
-from judging.compile_targets import COMPILE_TARGETS, UNALIGNED, CompiledKernel
+from judging.compile_targets import COMPILE_TARGETS, COMPILING, UNALIGNED, CompiledKernel
 
 NARROW = 8  # bytes; every kernel has an access of at least so many
 SPILLS = "_obvious_kernel"  # reverse_kl_kernel.py shows why it is not used
@@ -112,8 +112,8 @@ def main() -> int:
     parser.add_argument("--kernel", **kernels, help=f"of {', '.join(SPECS)} (default: all)")
     args = parser.parse_args()
     names = args.targets
-    # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
-    os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    # before PyTorch and Triton are imported
+    os.environ.update(COMPILING)
     import triton
     from triton.backends import backends
 

@@ -14,7 +14,7 @@ A page marks what comes from a record by one comment in the line above the block
                                                        to one that begins with another; single lines
     <!-- output: a | Rung .. | without Total -->       the last column of its tables left out
     <!-- table: NAME WORD ... -->                      NAME(WORD, ...) or NAME_table(WORD, ...)
-                                                       of page_*_tables.py
+                                                       of page_*_table*.py
     <!-- table: flags -->                              the rules of harness/cli/flags.py
     <!-- table: exercises -->                          the words of exercises/grading/words.py
 
@@ -59,9 +59,10 @@ def pages() -> list[Path]:
 
 def fill(text: str, page: Path) -> str:
     """Return a page's text with every marked block and table computed from the records."""
-    from tools import page_kernel_tables, page_published_tables, page_step_tables
+    from tools import page_found_table, page_kernel_tables, page_published_tables, page_step_tables
 
     tables = vars(page_kernel_tables) | vars(page_published_tables) | vars(page_step_tables)
+    tables |= vars(page_found_table)
     tables |= {"flags_table": flags.page, "exercises_table": words.page}
 
     def computed(match: re.Match) -> str:
@@ -87,7 +88,7 @@ def render(names: list[str]) -> str:
     records = [load_record(name) for name in names]
     kind = records[0]["kind"] + ", several" * (len(records) > 1)
     renderers = {
-        "finetune, several": lambda *runs: compare_runs.render(compare_runs.run_names(runs), runs),
+        "finetune, several": lambda *runs: compare_runs.render([[run] for run in runs]),
         "profile, several": compare_profiles.render_comparison,
         "scaling, several": scaling_tables.render,
         "finetune": finetune_output,
@@ -124,17 +125,17 @@ def position(lines: list[str], beginning: str, start: int) -> int:
 
 
 def cut(lines: list[str], parts: list[str]) -> list[str]:
-    """Return the lines that the parts name; LEFT_OUT stands where lines are missing between."""
+    """Return the lines that the parts name; LEFT_OUT stands between where lines are missing."""
     shown, end = [], 0
     for part in parts:
         first, dots, last = (text.strip() for text in part.partition(".."))
         start = position(lines, first, end)
         stop = position(lines, last, start) + 1 if last else len(lines) if dots else start + 1
-        if start > end:
+        if shown and start > end:
             shown.append(LEFT_OUT if any(lines[end:start]) else "")
         shown += lines[start:stop]
         end = stop
-    return shown + ([LEFT_OUT] if any(lines[end:]) else [])
+    return shown
 
 
 def without_last_column(lines: list[str], name: str) -> list[str]:
@@ -188,8 +189,8 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         ("roofline_fp8_4x2048", "profile_full_4x2048", "profile_fp8_4x2048"),
     ):
         yield name, roofline.plot, [[load_record(before), load_record(after)]]
-    runs = [load_record(f"finetune_{which}_4x2048") for which in ("baseline", "optimized")]
-    yield "comparison_4x2048", compare_runs.plot, [compare_runs.run_names(runs), runs]
+    runs = [[load_record(f"finetune_{which}_4x2048")] for which in ("baseline", "optimized")]
+    yield "comparison_4x2048", compare_runs.plot, [runs]
     yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in PARALLEL]]
     yield "addresses", addresses_picture.plot, []
     yield "ladder", ladder.plot, [[load_record("ladder_1x512"), load_record("ladder_4x2048")]]

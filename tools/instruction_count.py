@@ -36,7 +36,7 @@ from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
 from harness.steps import gpus
 from harness.steps.gpus import Gpu
-from judging.compile_targets import access_of
+from judging.compile_targets import COMPILING, access_of
 from tools.compile_check import NARROW
 
 THREADS = 32  # of a warp
@@ -249,7 +249,6 @@ def count_launches(cases: list, target: str) -> list[Count]:
     In a process that compiles for no other target.
     """
     import torch
-    import triton
     from triton.runtime.jit import JITFunction
 
     from harness.steps.launches import replaced
@@ -265,8 +264,7 @@ def count_launches(cases: list, target: str) -> list[Count]:
         counts.append(Count(kernel.__name__, case.name, target, n, moved.loads + moved.stores))
         return compiled
 
-    triton.runtime.driver.set_active(pretended_gpu.stub_driver(target))
-    with pretended_gpu.pretend_gpu(), replaced(JITFunction, run=counted):
+    with pretended_gpu.pretend_gpu(target), replaced(JITFunction, run=counted):
         for case in cases:
             pretended_gpu.launch(case, torch.bfloat16)
     return counts
@@ -351,8 +349,8 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the counts as a JSON record")
     args = parser.parse_args()
     output_files.check_outputs(args)
-    # Before PyTorch and Triton are imported: compile, do not interpret, and leave a GPU alone.
-    os.environ.update(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    # before PyTorch and Triton are imported
+    os.environ.update(COMPILING)
     from judging import pretended_gpu  # noqa: F401  each process needs both
     from tools import compile_cases  # noqa: F401
 

@@ -141,7 +141,7 @@ LESSONS = (  # label, record, tokens, which of ours, which of PyTorch's
 
 
 def kernels() -> str:
-    """The lessons after step 12, each at a recorded size: others' time over ours."""
+    """The lessons after lesson 12, each at a recorded size: others' time over ours."""
     body = []
     for label, kernel, tokens, mine, pytorch in LESSONS:
         rows = by_size(kernel, tokens)[-1]

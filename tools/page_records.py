@@ -6,7 +6,6 @@ The source is the line below a block or table:
 """
 
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -93,7 +92,7 @@ def step_columns(digits: int = 1) -> list[Column]:
 # Their programs have left: results/log.md names the commit that holds each.
 ANSWERED = "fp8_costs", "fp8_inputs_4x2048", "trace_fsdp_4x2048", "weight_values"
 ANSWERED += ("weight_values_fp8",)
-SINGLY = 2  # more records are made again by the names of their groups
+SINGLY = 2  # more records are made again by the names of their groups; and more commits counted
 
 
 def machine(environment: dict) -> str:
@@ -116,7 +115,7 @@ def command(names: list[str]) -> str:
 
 
 def source(names: Iterable[str], page: Path) -> str:
-    """Return the line for what was computed from these records; "" if there is none to give.
+    """Return the line, of any width, for what these records gave; "" if there is none to give.
 
     There is none without records, and for records that neither `tools.make_records` nor ANSWERED
     knows.
@@ -125,13 +124,13 @@ def source(names: Iterable[str], page: Path) -> str:
     if not names or not RECORD_COMMANDS.keys() | {*ANSWERED} >= {*names}:
         return ""
     made = [load_record(name)["environment"] for name in names]
-    facts = "; ".join(dict.fromkeys(map(machine, made))), *dict.fromkeys(map(short_commit, made))
+    commits = list(dict.fromkeys(map(short_commit, made)))
+    if len(commits) > SINGLY:
+        commits = [commits[0], f"{len(commits) - 1} more commits"]
+    facts = "; ".join(dict.fromkeys(map(machine, made))), *commits
     place = "results" if page.name == "README.md" else "../results"
     others = f" and {len(names) - 1} more" if names[1:] else ""
-    words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}:"
+    words = f"[{', '.join(facts)}]({place}/{names[0]}.json){others}"
     runs = [name for name in names if name not in ANSWERED]
     again = f"`{command(runs)}`" if runs else f"[the log]({place}/log.md) has the program's commit"
-    *lines, last = textwrap.wrap(words, PAGE_WIDTH - 2)
-    fits = len(f"> {last} {again}") <= PAGE_WIDTH
-    lines += [f"{last} {again}"] if fits else [last, again]
-    return "\n".join(f"> {line}" for line in lines)
+    return f"> {words}: {again}"

@@ -107,31 +107,48 @@ SETS_OF_RUNS = {
 }
 
 
-def gains_table() -> str:
-    """The baseline, the strongest opponent and ours, of the kernels and of the whole step."""
+def gain_of_all(size: str) -> tuple[str, ...]:
+    """The row of all kernels, in a CUDA graph."""
+    base, ours, rival = base_ours_and_strongest(size)
+    return gain_of_step(f"{step_in_words(size)}, all", base, ours, rival)
+
+
+def base_ours_and_strongest(size: str, key: str = "step_ms") -> list[dict]:
+    record = load_record(f"ladder_{size}")
+    rungs = {rung["name"]: rung for rung in record["rungs"]}
+    return [rungs[ladder.BASELINE], rungs[ladder.CUDA_GRAPH], ladder.strongest(record, key)]
+
+
+def gain_in_memory(size: str) -> tuple[str, ...]:
+    base, ours, rival = runs = base_ours_and_strongest(size, "peak_memory_bytes")
+    base_gb, ours_gb, rival_gb = (f"{gb(run['peak_memory_bytes'])} GB" for run in runs)
+    ratios = [times(run["peak_memory_bytes"] / ours["peak_memory_bytes"]) for run in (base, rival)]
+    rival_gb = f"{run_in_words(rival)}: {rival_gb}"
+    return f"memory {step_in_words(size)}", base_gb, rival_gb, ours_gb, *ratios
+
+
+def gains_table(which: str = "all") -> str:
+    """The baseline, the strongest opponent and ours, of the kernels and of the whole step.
+
+    "short": one row each of RMSNorm, the loss, the step and its memory.
+    """
+    sizes = small, size = "1x512", "4x2048"
     body = [
         gain_of_kernel("RMSNorm, 65,536 rows", "rmsnorm", 65_536, OURS),
         gain_of_kernel("loss, 8,192 rows", "cross_entropy", 8192, OURS),
-        gain_of_kernel("the same, in place", "cross_entropy", 8192, IN_PLACE),
     ]
-    sizes = {"1 × 512": "1x512", "4 × 2,048": "4x2048"}
-    for words, size in sizes.items():
-        runs = (load_record(f"finetune_{which}_{size}") for which in ("baseline", "optimized"))
-        body.append(gain_of_step(f"{words}, two", *runs))
-    for words, size in sizes.items():
-        record = load_record(f"ladder_{size}")
-        rungs = {rung["name"]: rung for rung in record["rungs"]}
-        base, ours = rungs[ladder.BASELINE], rungs[ladder.CUDA_GRAPH]
-        body.append(gain_of_step(f"{words}, all", base, ours, ladder.strongest(record)))
-    for label, names in SETS_OF_RUNS.items():  # of the larger size
+    if which == "all":
+        body.append(gain_of_kernel("the same, in place", "cross_entropy", 8192, IN_PLACE))
+        for each in sizes:
+            runs = (load_record(f"finetune_{name}_{each}") for name in ("baseline", "optimized"))
+            body.append(gain_of_step(f"{step_in_words(each)}, two", *runs))
+        body.append(gain_of_all(small))
+    body.append(gain_of_all(size))
+    for label, names in SETS_OF_RUNS.items() if which == "all" else ():
         first, last, *others = (load_record(f"{name}_{size}") for name in names)
         rival = min(others, key=lambda run: run["median_seconds"])
-        body.append(gain_of_step(f"{words}, {label}", first, last, rival))
-    rival = ladder.strongest(record, "peak_memory_bytes")
-    n_bytes = [each["peak_memory_bytes"] for each in (base, rival, ours)]
-    base, other, ours = (f"{gb(each)} GB" for each in n_bytes)
-    ratios = [times(each / n_bytes[-1]) for each in n_bytes[:-1]]
-    body.append((f"memory {words}", base, f"{run_in_words(rival)}: {other}", ours, *ratios))
+        body.append(gain_of_step(f"{step_in_words(size)}, {label}", first, last, rival))
+    body.append(gain_in_memory(size))
     return page_table(body, " | Hugging Face | strongest other | ours | gain | over it")
 
 

@@ -9,16 +9,15 @@ from exercises.grading.exercise import (
     CHUNK,
     DTYPE,
     FORMULA,
+    STRIDES,
     Case,
     Exercise,
     Formula,
     Inputs,
-    Parts,
     chosen,
     converted,
     orders,
 )
-from exercises.grading.norms import STRIDES
 from harness.benchmark.benchmark_specs import HEAD_DIM, LLAMA_HIDDEN, LLAMA_INTERMEDIATE, Q_HEADS
 from harness.cli.device import DEVICE
 from next_steps.lessons.adamw_kernel import adamw_step
@@ -36,7 +35,7 @@ def numbers(rows: tuple[int, ...], size: int) -> str:
     return f"{rows[0] * size:,} number{'s' if rows[0] * size > 1 else ''}"
 
 
-def line_cases(*more: Case) -> tuple[Case, ...]:
+def cases_of_numbers(*more: Case) -> tuple[Case, ...]:
     """Return the cases of a kernel of a line of numbers."""
     return (
         Case((1,), CHUNK, FORMULA),
@@ -51,7 +50,12 @@ def line_cases(*more: Case) -> tuple[Case, ...]:
     )
 
 
-LINE = {"blocks": {"block_size": CHUNK}, "in_words": numbers, "axes": {1: ("number",)}}
+OF_NUMBERS = {
+    "blocks": {"block_size": CHUNK},
+    "in_words": numbers,
+    "axes": {1: ("number",)},
+    "timed": ((8192,), LLAMA_INTERMEDIATE),
+}
 
 
 # ---- Two vectors
@@ -63,16 +67,14 @@ def make_vectors(rows, size, dtype) -> Inputs:
 
 
 ADD = Exercise(
+    name="add",
     make=make_vectors,
-    outputs=lambda inputs: {"c": torch.empty_like(inputs["a"])},
-    formula=Formula("add", parts=("c",)),
-    cases=line_cases(),
-    **LINE,
+    cases=cases_of_numbers(),
     reads=("a", "b"),
     writes=("c",),
-    timed=((8192,), LLAMA_INTERMEDIATE),
-    lesson=lambda inputs: partial(torch.add, **{"input": inputs["a"], "other": inputs["b"]}),
+    lesson=lambda inputs: partial(torch.add, *inputs.values()),
     opponent="PyTorch",
+    **OF_NUMBERS,
 )
 
 # ---- A tile
@@ -90,13 +92,12 @@ GRID = (
 )
 EDGES = "The last tiles are cut off here: does the mask ask both rows < n_rows and cols < n_cols?"
 TILE = Exercise(
+    name="tile",
     make=make_tile,
-    outputs=lambda inputs: {"y": torch.empty_like(inputs["x"])},
-    formula=Formula("tile", parts=("y",)),
     cases=(
         Case((8,), 8, FORMULA),
         Case((8,), 16, FORMULA),
-        Case((8,), 16, STRIDES.replace("64", "16"), gaps=True),
+        Case((8,), 16, STRIDES, gaps=True),
         Case((24,), 64, GRID, gaps=True),
         Case((13,), 37, EDGES, gaps=True),
         Case((1,), 1, EDGES),
@@ -105,7 +106,6 @@ TILE = Exercise(
         Case((13,), 37, DTYPE, dtype=BF16, gaps=True),
     ),
     blocks={"block_rows": 8, "block_cols": 16},
-    axes={2: ("row", "column")},
     reads=("x",),
     writes=("y",),
     timed=((16_384,), LLAMA_HIDDEN),
@@ -125,25 +125,17 @@ def make_swiglu(rows, size, dtype, extreme=False) -> Inputs:
     return parts
 
 
+OVERFLOW = "exp of more than 88 is inf in fp32, and inf / inf is NaN: is s 1 / (1 + exp(-gate))?"
 SWIGLU_BACKWARD = Exercise(
+    name="swiglu_backward",
     make=make_swiglu,
-    outputs=lambda inputs: {name: torch.empty_like(inputs["gate"]) for name in ("dgate", "dup")},
-    formula=Formula("swiglu", parts=("dgate", "dup")),
-    cases=line_cases(
-        Case(
-            (5,),
-            33,
-            "exp of a number above 88 is inf in fp32, and inf / inf is NaN: is s 1 / (1 + "
-            "exp(-gate))?",
-            options={"extreme": True},
-            note="gates of 100 and -100",
-        )
+    cases=cases_of_numbers(
+        Case((5,), 33, OVERFLOW, note="gates of 100 and -100", options={"extreme": True}),
     ),
-    **LINE,
     reads=("dy", "gate", "up"),
     writes=("dgate", "dup"),
-    timed=((8192,), LLAMA_INTERMEDIATE),
     lesson=lambda inputs: partial(swiglu_backward, **inputs),
+    **OF_NUMBERS,
 )
 
 # ---- The rotary embedding
@@ -156,10 +148,6 @@ def make_rope(rows, size, dtype) -> Inputs:
     return {"dy": douts["q_rot"], "cos": inputs["cos"][0], "sin": inputs["sin"][0]}
 
 
-def halves(dx: torch.Tensor) -> Parts:
-    return dict(zip(("dx1", "dx2"), dx.chunk(2, -1)))
-
-
 def heads(rows: tuple[int, int], size: tuple[int, int]) -> str:
     (B, T), (n_heads, D) = rows, size
     return f"{B} sample{'s' if B > 1 else ''} of {T} tokens, {n_heads} heads of {D} columns"
@@ -170,10 +158,9 @@ HALVES = (
     "second half lie HALF, not BLOCK_HALF, further?"
 )
 ROPE_BACKWARD = Exercise(
+    name="rope_backward",
     make=make_rope,
-    outputs=lambda inputs: {"dx": torch.empty_like(inputs["dy"])},
-    formula=Formula("rope", parts=("dx1", "dx2")),
-    parts=lambda inputs, written: halves(written["dx"]),
+    parts=lambda inputs, written: dict(zip(("dx1", "dx2"), written["dx"].chunk(2, -1))),
     cases=(
         Case((1, 3), (2, 16), FORMULA),
         Case((2, 3), (4, 16), "Is a program's sample tl.program_id(0) // T, and its token % T?"),
@@ -185,7 +172,6 @@ ROPE_BACKWARD = Exercise(
         Case((2, 3), (3, 96), DTYPE, dtype=BF16, gaps=True),
     ),
     in_words=heads,
-    axes={4: ("sample", "head", "token", "column")},
     reads=("dy",),
     writes=("dx",),
     timed=((4, 2048), (Q_HEADS, HEAD_DIM)),
@@ -199,10 +185,12 @@ ROPE_BACKWARD = Exercise(
 STEP = 10
 # lr and weight_decay so large, and p so small, that each term of the formula shows in bf16 too
 SETTINGS = {"lr": 0.05, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.3}
+CANCELS = "a step nearly as large as p"
 OTHERS = {"lr": 0.02, "beta1": 0.9, "beta2": 0.99, "eps": 0.1, "weight_decay": 0.1}
-
-
-ADAMW_FORMULA = Formula("adamw", parts=("p", "m", "v"))
+ROUNDED = (
+    "The new p is small beside the old one here, so a rounding before the store shows: are m, v "
+    "and p rounded only where they are stored?"
+)
 
 
 def make_adamw(rows, size, dtype, settings=SETTINGS, cancels=False) -> Inputs:
@@ -214,36 +202,26 @@ def make_adamw(rows, size, dtype, settings=SETTINGS, cancels=False) -> Inputs:
     inputs |= {f"correction{i}": 1 - settings[f"beta{i}"] ** STEP for i in (1, 2)}
     if cancels:
         still = converted(inputs | {"p": torch.zeros_like(p)}, torch.float64)
-        moved = ADAMW_FORMULA.computed(still)["p"]
+        moved = Formula("adamw").computed(still, "p")["p"]
         inputs["p"] = (-moved / (1 - settings["lr"] * settings["weight_decay"])).to(dtype)
     return inputs
-
-
-ADAMW = Exercise(
-    make=make_adamw,
-    overwritten=("p", "m", "v"),
-    formula=ADAMW_FORMULA,
-    cases=line_cases(
-        Case((5,), 33, FORMULA, options={"settings": OTHERS}, note="other settings"),
-        Case(
-            (16,),
-            211,
-            "The new p is small beside the old one here, so a rounding before the store shows: are "
-            "m, v and p rounded only where they are stored?",
-            options={"cancels": True},
-            note="a step nearly as large as p",
-            dtype=BF16,
-        ),
-    ),
-    **LINE,
-    reads=("p", "g", "m", "v"),
-    writes=("p", "m", "v"),
-    timed=((LLAMA_HIDDEN,), LLAMA_INTERMEDIATE),
-    lesson=lambda inputs: lesson_of_adamw(inputs),
-)
 
 
 def lesson_of_adamw(inputs: Inputs):
     steps_done = torch.tensor(float(STEP - 1), device=DEVICE, dtype=torch.float32)
     tensors = chosen(inputs, "p", "g", "m", "v").values()
     return lambda: adamw_step(*tensors, steps_done, *SETTINGS.values())
+
+
+ADAMW = Exercise(
+    name="adamw",
+    make=make_adamw,
+    cases=cases_of_numbers(
+        Case((5,), 33, FORMULA, note="other settings", options={"settings": OTHERS}),
+        Case((16,), 211, ROUNDED, BF16, note=CANCELS, options={"cancels": True}),
+    ),
+    reads=("p", "g", "m", "v"),
+    writes=("p", "m", "v"),
+    lesson=lesson_of_adamw,
+    **OF_NUMBERS | {"timed": ((LLAMA_HIDDEN,), LLAMA_INTERMEDIATE)},
+)

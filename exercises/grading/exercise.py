@@ -1,8 +1,10 @@
 """What the checker knows of an exercise beside its words: `Exercise`, and the cases it runs on."""
 
 import contextlib
+import functools
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,10 @@ FORMULA = "Compare each line of the kernel with the docstring's mathematics."
 DTYPE = (
     "fp32 was right: is each loaded tensor converted by .to(tl.float32) before it is used, and is "
     "only the result rounded?"
+)
+STRIDES = (
+    "The next row begins later than the last one ends: does row r of each tensor begin at r * the "
+    "stride of that tensor?"
 )
 ORDER = (
     "A GPU runs the programs in any order: does a program read what another one writes, or count "
@@ -46,12 +52,11 @@ class Case:
     order: str = "forward"  # of the programs; or "reverse", "shuffled"
 
 
-def orders(rows: tuple[int, ...], size: object, **options) -> tuple[Case, ...]:
+def orders(rows: tuple[int, ...], size: object) -> tuple[Case, ...]:
     """Return the cases in which programs run in another order."""
-    note = "the programs in {} order".format
     return (
-        Case(rows, size, ORDER, note=note("reverse"), order="reverse", **options),
-        Case(rows, size, ORDER, note=note("random"), order="shuffled", **options),
+        Case(rows, size, ORDER, note="the programs in reverse order", order="reverse"),
+        Case(rows, size, ORDER, note="the programs in random order", order="shuffled"),
     )
 
 
@@ -60,10 +65,8 @@ def orders(rows: tuple[int, ...], size: object, **options) -> tuple[Case, ...]:
 
 def exchanged(dy: torch.Tensor) -> torch.Tensor:
     """Return what a kernel reads that exchanges the strides of head and token; NaN outside."""
-    B, n_heads, T, _ = dy.shape
     sample, head, token, _ = dy.stride()
-    memory = dy.new_full((B * sample + n_heads * token + T * head,), torch.nan)
-    memory[: dy.numel()] = dy.transpose(1, 2).flatten()
+    memory = F.pad(dy.transpose(1, 2).flatten(), (0, dy[0].numel()), value=torch.nan)
     return memory.as_strided(dy.shape, (sample, token, head, 1))
 
 
@@ -88,31 +91,43 @@ def names_of(inputs: Inputs) -> dict:
     return FUNCTIONS | inputs | sizes | {"rows": rows, "columns": columns}
 
 
+def code_and_slips(lines: list[str]) -> tuple[str, list[tuple[str, str, str]]]:
+    """Return the indented lines, and of each other one: a text of these, another, a sentence.
+
+    Such a line is `text -> other :: sentence`, or with `N = 2 3: ` before it one for each N.
+    """
+    slips = []
+    for line in (each for each in lines if not each.startswith(" ")):
+        numbers, one = re.fullmatch(r"(?:N = ([\d ]+): )?(.+)", line).groups()
+        for number in (numbers or "N").split():
+            named = re.sub(r"\bN\b", number, one)
+            slips.append(re.fullmatch(r"(\S.*?) -> ?(.*?) ?:: (.+)", named).groups())
+    return "".join(f"{line}\n" for line in lines if line.startswith(" ")), slips
+
+
 class Formula:
     """The mathematics of an exercise, and what a learner writes in its place: formulas.txt.
 
-    An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip: `a
-    text of the formula -> what it becomes :: the sentence`.
+    An indented line of a section is PyTorch, of the inputs by name.  Another line is a slip.
     """
 
-    def __init__(self, *sections: str, parts: tuple[str, ...]):
-        lines = [line for name in sections for line in sections_of("formulas.txt")[name]]
-        slips = [re.fullmatch(r"(\S.*?) ->(.*?) :: (.+)", line) for line in lines]
-        self.parts = parts  # what the lines compute for the comparison
-        self.lines = "\n".join(line[4:] for line in lines if line.startswith(" "))
-        self.slips = {slip[3]: (slip[1], slip[2].strip()) for slip in slips if slip}
+    def __init__(self, *sections: str):
+        found = sections_of("formulas.txt")
+        code, slips = code_and_slips([line for name in sections for line in found[name]])
+        self.lines = textwrap.dedent(code)
+        self.slips = {sentence: (old, new) for old, new, sentence in slips}
 
-    def computed(self, inputs: Inputs, old: str = "", new: str = "") -> Parts:
+    def computed(self, inputs: Inputs, parts: Iterable[str], old: str = "", new: str = "") -> Parts:
         names = names_of(inputs)
         exec(self.lines.replace(old, new) if old else self.lines, names)
-        return {part: names[part] for part in self.parts}
+        return {part: names[part] for part in parts}
 
     def mistakes(self, inputs: Inputs, right: Parts) -> Mistakes:
         """Return what each slip changes.  One that stops, or gives NaN, is no answer here."""
         mistakes = {}
         for sentence, slip in self.slips.items():
             with contextlib.suppress(IndexError, RuntimeError):
-                parts = self.computed(inputs, *slip).items()
+                parts = self.computed(inputs, right, *slip).items()
                 parts = {name: t.expand_as(right[name]) for name, t in parts}
                 mistakes[sentence] = {n: t for n, t in parts.items() if not t.equal(right[n])}
         return mistakes
@@ -125,17 +140,22 @@ def row_and_column(rows: tuple[int, ...], size: int) -> str:
     return f"{rows[0]:,} row{'s' if rows[0] > 1 else ''} of {size:,} column{'s' * (size > 1)}"
 
 
+AXES = {1: ("row",), 2: ("row", "column"), 4: ("sample", "head", "token", "column")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exercise:
     """One exercise."""
 
+    name: str
     # (rows, size, dtype, **options) -> the inputs
     make: Callable[..., Inputs]
-    # (inputs) -> empty tensors, as large as what the kernel writes, by name
-    outputs: Callable[[Inputs], dict[str, torch.Tensor]] = lambda inputs: {}
-    # inputs that the kernel overwrites
-    overwritten: tuple[str, ...] = ()
-    formula: Formula
+    sections: tuple[str, ...] = ()  # of its formula, if not the one of its name
+    # what must be moved, as names of inputs and outputs; an output is as large as the first of them
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    # (inputs) -> empty tensors of other sizes that the kernel writes, by name
+    others: Callable[[Inputs], Parts] = lambda inputs: {}
     # (inputs, what was written by name) -> the parts
     parts: Callable[[Inputs, Parts], Parts] = lambda inputs, written: written
     # (inputs) -> {part: {label: which elements are compared by themselves}}
@@ -144,17 +164,25 @@ class Exercise:
     blocks: dict[str, int] = field(default_factory=dict)  # of `launch`, so that small tensors fill
     in_words: Callable[[tuple[int, ...], object], str] = row_and_column
     # of an element's place, by the number of a tensor's dimensions
-    axes: dict[int, tuple[str, ...]] = field(
-        default_factory=lambda: {1: ("row",), 2: ("row", "column")}
-    )
-    # what must be moved, as names of inputs and outputs
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
+    axes: dict[int, tuple[str, ...]] = field(default_factory=lambda: AXES)
     # of a GPU, in bf16: the rows and the size that are timed, and the lesson on the same inputs
     timed: tuple[tuple[int, ...], object]
     lesson: Callable[[Inputs], Callable[[], object]]
     opponent: str = "the lesson"
     to_beat: bool = False  # is the opponent's time the exercise's goal?
+
+    @functools.cached_property
+    def formula(self) -> Formula:
+        return Formula(*(self.sections or [self.name]))
+
+    @property
+    def overwritten(self) -> list[str]:
+        return [name for name in self.writes if name in self.reads]
+
+    def outputs(self, inputs: Inputs) -> Parts:
+        """Return empty tensors for what the kernel writes, by name."""
+        new = [name for name in self.writes if name not in self.overwritten]
+        return self.others(inputs) | {n: torch.empty_like(inputs[self.reads[0]]) for n in new}
 
     def title(self, case: Case) -> str:
         """Return a case in words: 5 rows of 257 columns, fp32, with gaps between the rows."""

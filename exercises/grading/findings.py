@@ -1,78 +1,62 @@
 """Where an answer is wrong, in words, and which known mistake gives the same answer."""
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
 import torch
 
 from exercises.grading.exercise import Mistakes, Parts
 from harness.benchmark.checking import Check, relative_error
 
 Axes = dict[int, tuple[str, ...]]
+Piece = tuple[str, str]  # of a part: the part's name, and the label of the elements
 # What outputs hold before the launch.  No kernel computes it by chance; bf16 holds it exactly.
 UNWRITTEN = -12_288.0
 
 
-def in_pieces(pieces: Parts) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Yield functions that keep one piece of a part each, or the whole if it has no pieces."""
-    for mask in pieces.values() or [None]:
-        yield lambda t, mask=mask: t if mask is None else t.masked_fill(~mask, 0)
+def in_pieces(parts: Parts, split: dict[str, Parts]) -> dict[Piece, torch.Tensor]:
+    """Return each piece that is compared by itself: of most parts the whole.
+
+    split: {part: {label: the elements of a piece}}, of the parts that are compared in pieces.
+    """
+    return {
+        (part, label): t if mask is None else t.masked_fill(~mask, 0)
+        for part, t in parts.items()
+        for label, mask in split.get(part, {"": None}).items()
+    }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a kernel gave for a part."""
-
-    found: torch.Tensor
-    exact: torch.Tensor
-    pieces: Parts
-    checks: list[Check]  # one for each piece
-
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
-    @property
-    def failed(self) -> list[Check]:
-        return [check for check in self.checks if not check.passed]
-
-    def distance(self, other: torch.Tensor) -> float:
-        """Return how far it lies from another one, as a share of what is allowed."""
-        shares = [
-            relative_error(piece(self.found), piece(other)) / check.allowed
-            for piece, check in zip(in_pieces(self.pieces), self.checks)
-        ]
-        return max(share if share == share else math.inf for share in shares)
-
-    def in_words(self, axes: Axes) -> str:
-        """Say which elements are wrong, and show the first of them."""
-        found, exact = self.found, self.exact
-        allowed = max(check.allowed for check in self.checks)
-        scale = exact.abs() + exact.pow(2).mean().sqrt()
-        wrong = ~((found.double() - exact).abs() <= 4 * allowed * scale)  # NaN is wrong
-        if not wrong.any():
-            error = relative_error(found, exact)
-            return f"by a little: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
-        first = tuple(wrong.nonzero()[0].tolist())
-        place = ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(first)], first))
-        given, expected = found[first].item(), exact[first].item()
-        digits = (f".{n}g" for n in range(4, 18))
-        spec = next((d for d in digits if format(given, d) != format(expected, d)), ".17g")
-        where = f"{places_in_words(wrong, axes)}. The first: {place}"
-        return f"{where} is {given:{spec}}, expected {expected:{spec}}."
+def difference_in_words(
+    found: torch.Tensor, exact: torch.Tensor, allowed: float, axes: Axes
+) -> str:
+    """Say which elements are wrong, and show the first of them."""
+    scale = exact.abs() + exact.pow(2).mean().sqrt()
+    wrong = ~((found.double() - exact).abs() <= 4 * allowed * scale)  # NaN is wrong
+    if not wrong.any():
+        error = relative_error(found, exact)
+        return f"by a little: by {error:.1e} of its norm, where {allowed:.1e} is allowed."
+    first = tuple(wrong.nonzero()[0].tolist())
+    place = ", ".join(f"{name} {i:,}" for name, i in zip(axes[len(first)], first))
+    given, expected = found[first].item(), exact[first].item()
+    digits = (f".{n}g" for n in range(4, 18))
+    spec = next((d for d in digits if format(given, d) != format(expected, d)), ".17g")
+    where = f"{places_in_words(wrong, axes)}. The first: {place}"
+    return f"{where} is {given:{spec}}, expected {expected:{spec}}."
 
 
-def known_mistakes(answers: dict[str, Answer], mistakes: Mistakes) -> list[str]:
-    """Return the mistakes that give these answers, those first that explain the most parts.
+def known_mistakes(
+    found: Parts, split: dict[str, Parts], checks: dict[Piece, Check], mistakes: Mistakes
+) -> list[str]:
+    """Return the mistakes that give what was found, those first that explain the most parts.
 
     A mistake counts only if all parts that it changes are as it says.
     """
     alike = {}  # mistake: (how many wrong parts it explains, how near it is)
-    wrong = {part for part, answer in answers.items() if not answer.passed}
+    wrong = {part for (part, _), check in checks.items() if not check.passed}
+    pieces = in_pieces(found, split)
     for sentence, parts in mistakes.items():
-        distances = [answers[part].distance(t) for part, t in parts.items()]
-        if parts.keys() & wrong and max(distances) <= 1:
+        distances = [
+            relative_error(pieces[piece], t) / checks[piece].allowed
+            for piece, t in in_pieces(parts, split).items()
+        ]
+        if parts.keys() & wrong and all(distance <= 1 for distance in distances):
             alike[sentence] = len(parts.keys() & wrong), -max(distances)
     named = []
     for sentence in sorted(alike, key=alike.get, reverse=True):

@@ -1,46 +1,30 @@
 """Run an exercise's `launch` on its cases, and say in words what is right and what is wrong."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from exercises.grading.elementwise import ADAMW, ADD, ROPE_BACKWARD, SWIGLU_BACKWARD, TILE
+from exercises.grading import elementwise, reductions
 from exercises.grading.exercise import Case, Exercise, Inputs, converted
 from exercises.grading.findings import (
     UNWRITTEN,
-    Answer,
+    difference_in_words,
     in_pieces,
     known_mistakes,
     places_in_words,
 )
-from exercises.grading.losses import (
-    CROSS_ENTROPY,
-    CROSS_ENTROPY_INPLACE,
-    ONLINE_SOFTMAX,
-    SOFTMAX_FAST,
-)
-from exercises.grading.norms import DW, DX, FORWARD, RESIDUAL
 from harness.benchmark.checking import compare
 from harness.cli.device import DEVICE
 from judging.judged_file import Stopped
 from judging.layouts import Layout
-from judging.pretended_gpu import description_of
+from subjects.subject import same_bits
 
-EXERCISES: dict[str, Exercise] = {  # in the order of the lessons
-    "add": ADD,
-    "tile": TILE,
-    "rmsnorm_forward": FORWARD,
-    "rmsnorm_dx": DX,
-    "rmsnorm_dw": DW,
-    "online_softmax": ONLINE_SOFTMAX,
-    "cross_entropy": CROSS_ENTROPY,
-    "cross_entropy_inplace": CROSS_ENTROPY_INPLACE,
-    "swiglu_backward": SWIGLU_BACKWARD,
-    "rope_backward": ROPE_BACKWARD,
-    "adamw": ADAMW,
-    "residual_norm": RESIDUAL,
-    "softmax_fast": SOFTMAX_FAST,
+EXERCISES: dict[str, Exercise] = {
+    each.name: each
+    for module in (elementwise, reductions)
+    for each in vars(module).values()
+    if isinstance(each, Exercise)
 }
 ADDED = (
     f"the result is added to what the memory held before the launch, here {UNWRITTEN:,.0f}: store "
@@ -115,8 +99,7 @@ def refused_by_triton(exercise: Exercise, compiled: Callable[[dict], list[str]])
     """
     for case in (exercise.cases[0], exercise.cases[-1]):
         _, values = arguments(exercise, case)
-        found = compiled({name: description_of(value) for name, value in values.items()})
-        if found:
+        if found := compiled(values):
             return [sentence + ADDRESS * ("pointer<" in sentence) for sentence in found]
     return []
 
@@ -128,16 +111,17 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
         seen = run(values, case.order)
     except Stopped as stopped:
         return [str(stopped)]
-    tensors = {name: t.to(DEVICE) for name, t in seen["tensors"].items()}
-    changed = {n: not same(t, values[n].to(t.device)) for n, t in tensors.items()}
-    read = [n for n in inputs if n in tensors and n not in exercise.overwritten]
-    written = {name: t for name, t in tensors.items() if name not in read}
-    if is_first and not seen["findings"] and not any(changed.values()):
+    tensors = seen["tensors"]
+    changed = [n for n, t in tensors.items() if not same_bits({n: t}, {n: values[n]})]
+    new = [name for name in tensors if name not in inputs]
+    written = {name: tensors[name].to(DEVICE) for name in (*new, *exercise.overwritten)}
+    if is_first and not seen["findings"] and not changed:
         names = ", ".join(written)
         return [f"Nothing is written yet: the launch changed nothing in {names}."]
-    found = list(seen["findings"])
-    found += [f"{name} was changed, which the kernel only reads." for name in read if changed[name]]
-    for name in [name for name in written if name not in exercise.overwritten]:
+    harmed = [name for name in changed if name not in written]
+    found = [f"{name} was changed, which the kernel only reads." for name in harmed]
+    found = seen["findings"] + found
+    for name in new:
         unwritten = written[name] == UNWRITTEN
         if unwritten.all():
             found.append(f"Nothing of {name} is written.")
@@ -150,49 +134,47 @@ def wrong_in(exercise: Exercise, run: Run, case: Case, is_first: bool) -> list[s
     return wrong + asked if wrong else []
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
 def part_findings(
     exercise: Exercise, inputs: Inputs, written: dict, case: Case
 ) -> tuple[list[str], list[str]]:
     """Return sentences about parts that are wrong, and the known mistake or else a question."""
     formula, exact_inputs = exercise.formula, converted(inputs, torch.float64)
-    right = formula.computed(exact_inputs)
-    eager = formula.computed(converted(inputs, torch.float32))
-    found, all_pieces, answers = exercise.parts(inputs, written), exercise.split(inputs), {}
-    for part, exact in right.items():
-        pieces = all_pieces.get(part, {})
-        tensors = found[part], exact, eager[part].to(found[part].dtype)  # rounded once
-        checks = [compare(part, *map(piece, tensors)) for piece in in_pieces(pieces)]
-        answers[part] = Answer(found[part], exact, pieces, checks)
-    wrong = {part: answer for part, answer in answers.items() if not answer.passed}
-    if not wrong:
+    found, split = exercise.parts(inputs, written), exercise.split(inputs)
+    right = formula.computed(exact_inputs, found)
+    eager = formula.computed(converted(inputs, torch.float32), found)
+    rounded = {part: t.to(found[part].dtype) for part, t in eager.items()}  # once
+    theirs, exact, ours = (in_pieces(each, split) for each in (rounded, right, found))
+    checks = {piece: compare(piece[0], t, exact[piece], theirs[piece]) for piece, t in ours.items()}
+    failed = {piece: check for piece, check in checks.items() if not check.passed}
+    if not failed:
         return [], [case.question] if isinstance(case.question, str) else []
-    sentences = [f"{p} is wrong {answer.in_words(exercise.axes)}" for p, answer in wrong.items()]
+    wrong, sentences = [*dict.fromkeys(part for part, _ in failed)], []
+    for name in wrong:
+        allowed = max(check.allowed for (part, _), check in checks.items() if part == name)
+        words = difference_in_words(found[name], right[name], allowed, exercise.axes)
+        sentences.append(f"{name} is wrong {words}")
     mistakes = formula.mistakes(exact_inputs, right)
     if not exercise.overwritten:
         before = {name: torch.full_like(t, UNWRITTEN) for name, t in written.items()}
         held = exercise.parts(inputs, before)
         mistakes[ADDED] = {part: t + held[part] for part, t in right.items() if part in wrong}
-    named = known_mistakes(answers, mistakes)
+    named = known_mistakes(found, split, checks, mistakes)
     if named:
         return sentences, [f"A known mistake gives the same numbers: {each}." for each in named]
     question = case.question
     if isinstance(question, dict):
-        question = question.get(next(iter(wrong)), "")
+        question = question.get(wrong[0], "")
     asked = [question] if question else []
-    errors = [check.error for answer in wrong.values() for check in answer.failed]
-    if case.dtype == torch.float32 and all(2e-5 < error < 2e-2 for error in errors):
+    is_small = all(2e-5 < check.error < 2e-2 for check in failed.values())
+    if case.dtype == torch.float32 and is_small:
         # the first case asks for nothing else that a small error could come from
         asked = [NOT_FP32] if case is exercise.cases[0] else [*asked, NOT_FP32]
-    return sentences + explained(wrong.values()), asked
+    return sentences + explained([found[part] for part in wrong]), asked
 
 
-def explained(answers: Iterable[Answer]) -> list[str]:
+def explained(wrong: list[torch.Tensor]) -> list[str]:
     """Return where numbers come from that no right kernel gives."""
-    numbers = torch.cat([answer.found.flatten().double() for answer in answers])
+    numbers = torch.cat([t.flatten().double() for t in wrong])
     multiples = UNWRITTEN * torch.arange(1, 9, dtype=numbers.dtype, device=numbers.device)
     near = (numbers[:, None] - multiples).abs() < abs(UNWRITTEN) / 20
     return [NAN] * bool(numbers.isnan().any()) + [BEFORE] * bool(near.any())

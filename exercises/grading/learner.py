@@ -81,7 +81,7 @@ def on_device(t: torch.Tensor) -> torch.Tensor:
 
 def no_kernel(file: str, watch: Watch, computed: list[str]) -> list[str]:
     """Return sentences about a launch that is not the launch of a kernel of the learner's file."""
-    others = {f"{k.name} of {Path(k.file).name}" for k in watch.kernels if k.file != file}
+    others = {f"{name} of {Path(of).name}" for name, of in watch.kernels if of != file}
     sentences = [f"`launch` starts {name}: write the kernel in your own file." for name in others]
     if computed:
         names = ", ".join(dict.fromkeys(computed))

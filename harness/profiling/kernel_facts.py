@@ -317,7 +317,7 @@ LOSS_KERNELS = [row.name for row in KERNEL_ROWS if row.patches == "loss"]
 MODEL_KERNELS = [row.name for row in KERNEL_ROWS if row.patches in ("model", "loss")]
 # what --kernels knows, the optimizer's last
 KERNELS = [*MODEL_KERNELS, *(row.name for row in KERNEL_ROWS if row.patches == "optimizer")]
-PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"  # which the playbook has: step 11's
+PLAYBOOK_KERNELS = "rmsnorm", "cross_entropy"  # which the playbook has: lesson 11's
 RUNGS = sorted((row for row in KERNEL_ROWS if row.rung), key=lambda row: row.rung)
 
 

@@ -22,12 +22,13 @@ from triton.runtime.autotuner import Autotuner
 
 from harness.cli.device import HAS_GPU, require_interpreter
 from judging import pretended_gpu as pretended
+from judging.compile_targets import COMPILING
 from judging.contract import Contract
 from judging.contracts import CONTRACTS, OF_A_KERNEL, Verdict, of_callable, verdict_of
 from judging.judged_file import Stopped, load_function
 from judging.optimizers import OPTIMIZER_CONTRACTS, OPTIMIZERS, OptimizerSubject
 from judging.processes import Apart
-from next_steps.comparisons.judged import LIBRARIES, asked_as, find_judged, found, installed, limit
+from next_steps.comparisons.judged import LIBRARIES, asked_as, find_judged, installed, limit
 from subjects import SUBJECTS
 from subjects.subject import Subject
 
@@ -37,7 +38,7 @@ OF_TRITON = "", "ours"  # libraries whose kernels can be compiled without a GPU
 FAULTS = "wrong", "refused"
 TOOLS = {"memcheck": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "racecheck": {}}
 HERE = "next_steps.comparisons.asked_apart"
-FAULT = re.compile(r"Invalid|Misaligned|Error|Warning|Race|Potential|Uninit")
+REPORTED = re.compile(r"^=+ ((?:Invalid|Misaligned|Error: |Warning: ).*)\n=+ +(.*)", re.MULTILINE)
 OF_CUBLAS = re.compile(r"cublas|cutlass|gemm|gemv|xmma|nvjet|splitk", re.IGNORECASE)
 
 
@@ -72,7 +73,7 @@ def finding(name: str, library: str) -> Callable[[], tuple[list[str], list[str]]
 
     def labels() -> tuple[list[str], list[str]]:
         has, absent = find_judged(name, library)
-        return [label for label, _function in has], absent
+        return [*has], absent
 
     return labels
 
@@ -83,7 +84,7 @@ def subject_of(name: str, library: str, label: str) -> Subject | OptimizerSubjec
     if not HAS_GPU:  # nothing can be timed: the first configuration is taken
         Autotuner._bench = lambda *arguments, **options: [0.0]
     if library:
-        return asked_as(name, label, dict(found(name, library))[label])
+        return asked_as(name, label, find_judged(name, library)[0][label])
     function = load_function(*label.rsplit(":", 1))
     if name in OPTIMIZERS:
         return replace(OPTIMIZERS[name], make=function)
@@ -111,12 +112,9 @@ def compiling(name: str, library: str, label: str) -> Callable[[], list[str]]:
         if name in SUBJECTS:
             function, n_needed = subject.function, len(subject.differentiable)
             made = subject.make((5, 3), subject.size, dtype)[0].values()
-        described = [pretended.description_of(t) for t in made]
-
-        def given(make: pretended.Make) -> tuple:
-            return tuple(map(pretended.tensor_described_as, described))
-
-        case = pretended.Case(label, function, given, n_needed)
+        case = pretended.Case(
+            label, function, lambda _: tuple(map(pretended.on_pretended_gpu, made)), n_needed
+        )
         return pretended.compile_errors(lambda: pretended.launch(case, dtype))
 
     dtypes = [each for each in (torch.float32, torch.bfloat16) if each in subject.dtypes]
@@ -141,7 +139,7 @@ def candidates(name: str, library: str, seconds: float) -> tuple[list[Candidate]
 
 
 def compile_verdict(candidate: Candidate, seconds: float) -> Verdict:
-    with Apart(f"{HERE}:compiling", *candidate, environment=pretended.COMPILING) as apart:
+    with Apart(f"{HERE}:compiling", *candidate, environment=COMPILING) as apart:
         try:
             errors = apart.call(seconds=seconds)
         except Stopped as error:  # the code around the kernels needs numbers, or a GPU
@@ -193,7 +191,7 @@ def sanitized(tool: str) -> Verdict:
         said = "".join(log.read_text() for log in Path(folder).iterdir() if not log.suffix)
     if "SUMMARY" not in said:
         return Verdict(contract, "not tried", words="compute-sanitizer ended without a summary")
-    paragraphs = re.sub(r"^=+ ?", "", said, flags=re.MULTILINE).split("\n\n")
-    faults = [each for each in paragraphs if FAULT.match(each) and not OF_CUBLAS.search(each)]
-    words = "; ".join(" ".join(each.split()) for each in faults)
+    reports = dict.fromkeys(map(" ".join, REPORTED.findall(said)))  # one thread's is as another's
+    faults = [each for each in reports if not OF_CUBLAS.search(each)]
+    words = "; ".join(faults)
     return Verdict(contract, "wrong" if faults else "holds", words=words)

@@ -205,25 +205,22 @@ def installed(library: str) -> str:
         return ""
 
 
-def find_judged(subject: str, library: str) -> tuple[list[tuple[str, Callable]], list[str]]:
+def find_judged(subject: str, library: str) -> tuple[dict[str, Callable], list[str]]:
     """Return what the library has of a subject, by label, and a sentence for each that is absent.
 
     subject: a name of SUBJECTS, or "adamw"; with 8-bit moments: "adamw8".
     """
     package, module, makers = LIBRARIES[library]
     if not HAS_GPU and library not in ON_A_CPU:
-        return [], [f"{library}: needs a CUDA GPU"]
-    found, absent = [], []
+        return {}, [f"{library}: needs a CUDA GPU"]
+    found, absent = {}, []
     for name, make in makers():
         try:
-            found += [(each.name, each.function) for each in make()] if name == subject else []
+            if name == subject:
+                found |= {each.name: each.function for each in make()}
         except Exception as error:  # whatever an import raises, the others can still be judged
             absent.append(f"{library}: {peers.why_absent(error, module, package)}")
     return found, absent
-
-
-def found(subject: str, library: str) -> list[tuple[str, Callable]]:
-    return find_judged(subject, library)[0]
 
 
 # ---- What the libraries document ----------------------------------------------------------------

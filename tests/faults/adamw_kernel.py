@@ -87,7 +87,7 @@ FAULTS = {
         ("a shard draws as if it were whole", "tl.cast(block, tl.int32)", "tl.program_id(0)"),
         ("blocks begin where the shard does", "block.to(tl.int64) * BLOCK_SIZE - offset", "tl.program_id(0).to(tl.int64) * BLOCK_SIZE"),
     ],
-    "test_numbers_and_tensors_give_the_same_bits[plain-betas0-cpu]": [
+    "tests.adamw_optimizer_test::test_numbers_and_tensors_give_the_same_bits": [
         ("a negated lr goes uphill", "value.resolve_neg()", "value"),
         ("1 - beta for beta", "(1 - beta).float()", "beta.float()"),
         ("log2(beta)", "beta.log().float()", "beta.log2().float()"),

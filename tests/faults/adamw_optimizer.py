@@ -8,11 +8,14 @@ FAULTS = {
     "test_equal_parameters_are_rounded_differently_and_alike_in_any_order": [
         ("every parameter is the first", "            index,\n            group[", "            0,\n            group["),
     ],
-    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-doubles]": [
+    "test_parameters_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-a float64 shard]": [
         ("doubles refused in the step alone", '            check_memory("a parameter", _local(p), FLOATS)\n', ""),
     ],
-    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-columns]": [
+    "test_parameters_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-columns]": [
         ("placements not looked at", '                _check_placements(p, group["stochastic_rounding"])\n', "                pass\n"),
+    ],
+    "test_parameters_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-a shard's codes]": [
+        ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
     ],
     "test_a_state_placed_otherwise_is_refused": [("state of other placements", "if given != expected:", "if False:")],
     "test_gradient_that_ddp_averages_is_left_for_step": [
@@ -27,10 +30,8 @@ FAULTS = {
     "test_bad_options_are_refused_with_a_sentence": [
         ("tensors not looked at", "is_real_number(value) and 0.0 <= value < below", "is_real_number(value) and (isinstance(value, torch.Tensor) or 0.0 <= value < below)"),
     ],
-    "test_a_refused_group_leaves_the_optimizer_as_it_was": [
+    "test_a_refused_group_leaves_no_hooks_and_the_optimizer_as_it_was": [
         ("a refused group stays", "group = self.param_groups.pop()", "group = self.param_groups[-1]"),
-    ],
-    "test_a_refused_constructor_leaves_no_hooks": [
         ("hooks before all is accepted", "self._step_in_backward, self._hooks, self._stepped = False, [], {}", "self._step_in_backward, self._hooks, self._stepped = step_in_backward, [], {}"),
     ],
     "test_state_that_does_not_fit_is_refused_and_changes_nothing": [
@@ -40,8 +41,9 @@ FAULTS = {
     ],
     "test_settings_are_loaded_into_what_the_optimizer_has": [
         ("tensors not filled", "            tensor.fill_(number)\n", "            pass\n"),
+        ("lr elsewhere", "    return own\n", "    return torch.tensor(number, device=own.device)\n"),
     ],
-    "test_state_loaded_after_a_backward_replaces_what_that_stepped": [
+    "test_what_is_loaded_after_a_backward_replaces_what_that_stepped_and_reaches_the_hooks": [
         ("a step of before counts", "        self._stepped.clear()\n        self.__setstate__", "        self.__setstate__"),
     ],
     "test_hooks_around_loading_see_and_change_what_is_loaded": [
@@ -61,25 +63,17 @@ FAULTS = {
     ],
     "test_codes_are_made_of_loaded_moments_and_moments_of_loaded_codes": [
         ("v loaded without its m", "(t.float() for t in moments)", "(moments[1].float() for t in moments)"),
-    ],
-    "test_pytorchs_adamw_does_not_load_codes": [
         ("codes called moments", 'CODED_STATE = "coded_step", "exp_avg_codes", "exp_avg_sq_codes",', "CODED_STATE = *PLAIN_STATE,"),
+        ("dtype of the saved moments", '("params", *MODES)', '("params",)'),
     ],
     "test_codes_of_another_size_or_type_are_refused": [
         ("codes loaded as floats", "floats if like.is_floating_point() else [like.dtype]", "(*floats, like.dtype)"),
-    ],
-    "test_dtensors_that_no_step_can_take_are_refused_at_construction_and_with_a_new_group[False-8 bits]": [
-        ("shards that end in blocks", 'if group["moments_dtype"] == torch.uint8:\n                    given', 'if False:\n                    given'),
     ],
     "tests.optimizers_test::test_a_saved_run_continues_with_the_same_bits[rounded-bf16]": [
         ("count not loaded", "_with_keys_of(state[p], loaded[p]).items():", "list(loaded[p].items())[1:]:"),
     ],
     "test_loading_fills_the_tensors_a_cuda_graph_may_know_and_shares_none": [
         ("moments elsewhere", "self.state.get(p) or new_state", "new_state"),
-        ("lr elsewhere", "    return own\n", "    return torch.tensor(number, device=own.device)\n"),
-    ],
-    "test_loading_keeps_the_dtype_of_the_moments_that_was_asked_for": [
-        ("dtype of the saved moments", '("params", *MODES)', '("params",)'),
     ],
     "test_steps_inside_the_backward_are_the_same_steps": [
         ("first group's settings in the backward", "group = self.param_groups[group_number]", "group = self.param_groups[0]"),
