@@ -102,7 +102,7 @@ def inspect() -> dict:
         ) from error
     import torch
 
-    from harness.cli.device import visible_gpus
+    from harness.cli.device import list_gpus
 
     repeated = "not tried"
     try:
@@ -113,7 +113,7 @@ def inspect() -> dict:
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    of_gpu = {"environment": found, "gpu_memory_bytes": memory, "gpus": visible_gpus()}
+    of_gpu = {"environment": found, "gpu_memory_bytes": memory, "gpus": list_gpus()}
     return of_gpu | {"repeated": repeated, "reason": reason}
 
 

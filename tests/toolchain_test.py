@@ -302,7 +302,7 @@ def seeing(*gpus: SimpleNamespace) -> contextlib.AbstractContextManager:
 ])  # fmt: skip
 def test_several_visible_gpus_are_named_with_the_one_that_is_used(gpus, differ, pick):
     with seeing(*gpus):
-        text = "\n".join(check_toolchain.several_gpus(device.visible_gpus()))
+        text = "\n".join(check_toolchain.several_gpus(device.list_gpus()))
     assert ("The visible GPUs differ." in text) == differ
     assert all((f"{gpu.name}, GPU-{gpu.uuid}\n" in text) == pick for gpu in gpus)
     assert (f"Scripts use the first, {gpus[0].name}." in text) == pick

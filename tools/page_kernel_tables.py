@@ -227,7 +227,7 @@ def targets() -> str:
     return page_table(body, "target | GPUs | shared memory of a program | FP8 | records")
 
 
-def rates() -> str:
+def memory_rates() -> str:
     """The rate of each GPU's memory by its data sheet, and beside that of an H200."""
     labels = {"H100 80GB HBM3": "H100 (SXM)", "GB300": "GB300 of a DGX Station"}
     known = sorted((gpu.tbs, labels.get(name, name)) for name, gpu in GPUS.items() if gpu.tbs)

@@ -27,7 +27,7 @@ class VisibleGpu(NamedTuple):
     uuid: str  # as `nvidia-smi -L` and CUDA_VISIBLE_DEVICES write it
 
 
-def visible_gpus() -> list[VisibleGpu]:
+def list_gpus() -> list[VisibleGpu]:
     """Return the GPUs that this process sees, in PyTorch's order.  Scripts run on the first."""
     found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [VisibleGpu(each.name, f"GPU-{each.uuid}") for each in found]

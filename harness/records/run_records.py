@@ -41,7 +41,7 @@ def environment() -> dict:
     import transformers
     import triton
 
-    from harness.cli.device import HAS_GPU, visible_gpus
+    from harness.cli.device import HAS_GPU, list_gpus
 
     gpu = torch.cuda.get_device_name() if HAS_GPU else None
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None
@@ -51,7 +51,7 @@ def environment() -> dict:
             others[package] = importlib.metadata.version(package)
     return {
         "gpu": gpu,
-        "other_gpus": [each.name for each in visible_gpus() if each.name != gpu],
+        "other_gpus": [each.name for each in list_gpus() if each.name != gpu],
         "compute_capability": capability,
         "cpu": platform.machine(),
         "python": platform.python_version(),
