@@ -13,6 +13,9 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(SETUP)
 
 .venv/installed: requirements.txt constraints.txt
+	@test "$$(uname)" = Linux || { echo "make setup: Triton has releases for Linux alone." \
+		"On Windows use WSL, on a Mac the container (README.md, lesson 1)."; exit 1; }
+	@echo "make setup: about 2 GB are downloaded, PyTorch with CUDA. pip is silent for minutes."
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt -c constraints.txt
 	touch $@

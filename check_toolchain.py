@@ -8,10 +8,11 @@ several times on the same inputs and compares the bits.  Exit code 0: the kernel
 right, and give the same bits each time.  Exit code 1: they do not, and the script says what to do.
 """
 
+import textwrap
 from dataclasses import replace
 
 from harness.cli import command_line, tables
-from harness.cli.command_line import RunError
+from harness.cli.command_line import PICK_A_GPU, RunError
 from harness.records import run_records
 
 ON_CPU = "on the CPU through Triton's interpreter (no CUDA GPU found)"
@@ -35,10 +36,23 @@ def gpu_remedy() -> str:
         advice = "to use a GPU, install a CUDA build (https://pytorch.org)"
         return f"This PyTorch is built for the CPU alone; {advice}."
     return (
-        "No GPU is visible: start the container with `docker run --gpus all` (with "
-        "nvidia-container-toolkit installed); outside a container, see whether nvidia-smi lists "
-        "a GPU."
+        "No GPU is visible: start the container with `docker run --gpus ...`, as README's lesson 1 "
+        "does (with nvidia-container-toolkit installed); outside a container, see whether "
+        "nvidia-smi lists a GPU."
     )
+
+
+def several_gpus(gpus: list) -> list[str]:
+    """Return lines that name these `VisibleGpu`s and the one that scripts use; [] for one or none.
+
+    Processes that torchrun starts use several.
+    """
+    if len(gpus) < 2:
+        return []
+    lines = [f"{'Visible GPU:':<20} {gpu.name}, {gpu.uuid}" for gpu in gpus]
+    differ = "The visible GPUs differ. " if len({gpu.name for gpu in gpus}) > 1 else ""
+    used = f"{differ}Scripts use the first, {gpus[0].name}. To use another: {PICK_A_GPU}."
+    return [*lines, textwrap.fill(used, tables.TERMINAL)]
 
 
 def check_kernels() -> list:
@@ -88,6 +102,8 @@ def inspect() -> dict:
         ) from error
     import torch
 
+    from harness.cli.device import list_gpus
+
     repeated = "not tried"
     try:
         faults = [str(check) for check in check_kernels() if not check.passed]
@@ -97,7 +113,7 @@ def inspect() -> dict:
     except Exception as error:  # this script is here to find whatever stops a launch
         reason = explain(error)
     memory = torch.cuda.get_device_properties(0).total_memory if found["gpu"] else None
-    of_gpu = {"environment": found, "gpu_memory_bytes": memory}
+    of_gpu = {"environment": found, "gpu_memory_bytes": memory, "gpus": list_gpus()}
     return of_gpu | {"repeated": repeated, "reason": reason}
 
 
@@ -114,7 +130,7 @@ def render(found: dict) -> str:
     }
     lines = [] if env["gpu"] else [tables.NO_GPU_NOTE, ""]
     lines += [f"{name + ':':<20} {value}" for name, value in facts.items()]
-    lines += [] if env["gpu"] else [gpu_remedy()]
+    lines += several_gpus(found["gpus"]) if env["gpu"] else [gpu_remedy()]
     lines.append(f"Repeated launches:   {found['repeated']}")
     verdict = "yes" if env["gpu"] else f"yes, {ON_CPU}"
     verdict = f"no: {found['reason']}" if found["reason"] else verdict

@@ -5,11 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from harness.cli.device import HAS_GPU
-from next_steps.layers import fp8_layer, frozen_fp8
 from next_steps.studies import fp8_accuracy
 from next_steps.studies.fp8_accuracy import more_steps, table_row
-from tests.fp8_layer_test import REFERENCES
 from tests.small_workloads import tiny_workload
 from tests.warm_processes import forks
 
@@ -60,10 +57,7 @@ def run_study(recorded, small_model, own_cache, little_validation):
 
 
 @pytest.mark.exhaustive
-def test_every_seed_trains_in_every_way(run_study, monkeypatch):
-    if not HAS_GPU:
-        for name, reference in REFERENCES.items():
-            monkeypatch.setattr(fp8_layer, name, reference)
+def test_every_seed_trains_in_every_way(run_study, fp8_references):
     record = run_study("accuracy", "--steps", "2", "--seeds", "2")
     assert [(run["seed"], run["way"]) for run in record["runs"]] == [
         (seed, way) for seed in (0, 1) for way in fp8_accuracy.STUDIES["accuracy"].ways
@@ -95,10 +89,7 @@ def test_every_seed_trains_with_both_kinds_of_moments(run_study, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_adapters_are_validated_beside_the_original_weights_too(run_study, monkeypatch):
-    if not HAS_GPU:
-        for name in ("quantize_rows", "quantize_stacked", "transpose_rows"):
-            monkeypatch.setattr(frozen_fp8, name, REFERENCES[name])
+def test_adapters_are_validated_beside_the_original_weights_too(run_study, fp8_references):
     record = run_study("lora", "--steps", "2", "--seeds", "1")
     plain, fp8, nf4 = record["runs"]
     assert (plain["way"], fp8["way"], nf4["way"]) == ("bf16", "fp8", "nf4")

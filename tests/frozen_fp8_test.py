@@ -20,13 +20,13 @@ from next_steps.layers import frozen_fp8 as lesson
 from next_steps.layers.frozen_fp8 import FrozenFP8Linear, frozen_fp8
 from next_steps.layers.lora_linear import LoRALinearFunction
 from next_steps.lessons.fp8_kernel import (
-    dequantize,
     quantize_rows_reference,
     transpose_rows_reference,
 )
 from next_steps.patches import patched_model
 from next_steps.patches.projections import quantize_model
 from tests.fp8_flags_test import workload_of
+from tests.fp8_layer_test import DTYPE, rounded, wide
 from tests.small_workloads import (
     TINY,
     loss_and_gradients,
@@ -37,7 +37,6 @@ from tests.small_workloads import (
 pytestmark = pytest.mark.usefixtures("fp8_references")
 I, WIDTHS = 48, (64, 16, 32)
 N = 6
-DTYPE = torch.bfloat16 if HAS_GPU else torch.float32  # a GPU's product is written in bf16
 ALLOWED = 1e-2 if HAS_GPU else 2e-6
 KEPT = pytest.mark.parametrize("keep_turned", [True, False], ids=["all", "compact"])
 
@@ -57,15 +56,6 @@ def make_linears(bias: bool = False) -> list[torch.nn.Linear]:
         )
         made.append(linear.requires_grad_(False))
     return made
-
-
-def wide(rows) -> torch.Tensor:
-    return dequantize(rows, torch.float64)
-
-
-def rounded(*parts: torch.Tensor) -> torch.Tensor:
-    """In float64 what FP8 has of parts (N, K_i), side by side."""
-    return wide(quantize_rows_reference(*parts))
 
 
 def called(x: torch.Tensor, *layers: FrozenFP8Linear) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -92,12 +93,12 @@ def test_a_copy_in_bulk_and_code_that_nvdisasm_cannot_read_are_refused():
 
 
 def test_the_quotient_by_hand():
-    """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 8e12."""
-    for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 8e12)):
+    """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 7.1e12."""
+    for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 7.1e12)):
         count = Count("", "", "", threads / 32, n_bytes)
         assert count.quotient(COUNTED_GPUS[gpu]) == pytest.approx(1)
     clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in COUNTED_GPUS.values()]
-    assert clocks == [1.98, 1.98, 1.95]
+    assert clocks == [1.98, 1.98, 2.06]
 
 
 # In a process and a file of its own: the kernels are compiled, and Triton reads their source.
@@ -228,3 +229,25 @@ def test_what_is_printed_says_which_limit_comes_first():
         assert (row["Kernel"] in first) >= (row["GB300"] > 1)
     assert others == f"other {sum(row['GB300'] <= 1 for row in body)}."
     assert f"Triton {record['environment']['triton']}" in printed
+
+
+def test_the_pages_quotients_and_rates_are_those_of_the_gpus():
+    """What gb300.md types by hand of GB300's figures."""
+    page = (HERE / "docs" / "gb300.md").read_text()
+    gb300, h200 = COUNTED_GPUS["GB300"], COUNTED_GPUS["H200"]
+    for faster, text in (
+        (gb300.tbs / h200.tbs, "memory is {:.2f} times as fast"),
+        (gb300.fp32_tflops / h200.fp32_tflops, "issue only {:.2f} times as many"),
+    ):
+        assert text.format(faster) in " ".join(page.split())
+    for figure in (
+        f"{gb300.multiprocessors}, of",
+        f"{gb300.tbs} TB/s",
+        f"{gb300.fp32_tflops} TFLOP",
+    ):
+        assert f"  {figure}" in page
+    candidates = re.findall(r"  ([\d.]+)   ([\d.]+)   ([\d.]+) -> ([\d.]+)", page)
+    assert len(candidates) == 4
+    for *counts, before, after in candidates:
+        quotients = (Count("", "", "", float(n), 1000).quotient(gb300) for n in counts)
+        assert [f"{quotient:.2f}" for quotient in quotients] == [before, after]

@@ -1,11 +1,13 @@
 """compile_check.py, check_toolchain.py, make test: they pass here, and what makes them fail."""
 
+import contextlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,12 @@ import torch
 import check_toolchain
 import rmsnorm_kernel
 from harness.benchmark.checking import Check
+from harness.cli import command_line, device, tables
+from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import KERNEL_ROWS
+from harness.records import run_records
+from harness.steps import launches, parallel
 from judging import pretended_gpu
 from judging.compile_targets import UNALIGNED, CompiledKernel, widest_access
 from next_steps.comparisons import repeats
@@ -273,11 +279,132 @@ def test_no_kernel_adds_by_atomics():
     assert not [path for path in sources if "tl.atomic" in path.read_text()]
 
 
-@pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus all")])
+GB300, RTX, SECOND_RTX = (
+    SimpleNamespace(name=f"NVIDIA {name}", uuid=f"4c02-{number}")
+    for number, name in enumerate(["GB300", "RTX PRO 6000", "RTX PRO 6000"])
+)
+
+
+def seeing(*gpus: SimpleNamespace) -> contextlib.AbstractContextManager:
+    """Let torch.cuda answer as where these GPUs are visible."""
+    return launches.replaced(
+        torch.cuda,
+        device_count=lambda: len(gpus),
+        get_device_properties=gpus.__getitem__,
+        get_device_name=lambda: gpus[0].name,
+    )
+
+
+@pytest.mark.parametrize("gpus, differ, pick", [
+    ([GB300], False, False),
+    ([RTX, SECOND_RTX], False, True),
+    ([RTX, GB300], True, True),
+])  # fmt: skip
+def test_several_visible_gpus_are_named_with_the_one_that_is_used(gpus, differ, pick):
+    with seeing(*gpus):
+        text = "\n".join(check_toolchain.several_gpus(device.list_gpus()))
+    assert ("The visible GPUs differ." in text) == differ
+    assert all((f"{gpu.name}, GPU-{gpu.uuid}\n" in text) == pick for gpu in gpus)
+    assert (f"Scripts use the first, {gpus[0].name}." in text) == pick
+    assert all((word in text) == pick for word in ("CUDA_VISIBLE_DEVICES=", "device=GPU-"))
+    assert all(len(line) <= tables.TERMINAL for line in text.splitlines())
+
+
+@pytest.mark.parametrize("gpus, said", [
+    ([RTX], ""),
+    ([RTX, SECOND_RTX], ""),
+    ([RTX, GB300], " (not used: NVIDIA GB300)"),
+])  # fmt: skip
+def test_a_record_names_the_gpus_of_another_kind(gpus, said, monkeypatch):
+    monkeypatch.setattr(device, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    with seeing(*gpus):
+        assert run_records.gpu_line(run_records.environment()) == f"GPU: NVIDIA RTX PRO 6000{said}"
+
+
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_processes_on_gpus_of_different_kinds_are_refused(n_processes, monkeypatch):
+    monkeypatch.setattr(parallel, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_processes))
+    workload = SimpleNamespace(parallel="ddp")
+    with seeing(RTX, SECOND_RTX, GB300):
+        parallel.start(workload)
+    with seeing(RTX, GB300):
+        if n_processes == 1:
+            return parallel.start(workload)
+        with pytest.raises(UserError, match=r"kinds \(NVIDIA RTX PRO 6000, NVIDIA GB300\)"):
+            parallel.start(workload)
+
+
+def test_gpus_that_no_process_opens_together_are_one_sentence(capsys):
+    said = "CUDA call failed lazily: device >= 0 && device < num_gpus INTERNAL ASSERT FAILED"
+    assert command_line.exit_code(raising(torch.cuda.DeferredCudaCallError(said))) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "CUDA_VISIBLE_DEVICES=" in error
+
+
+@pytest.mark.parametrize("cuda, advice", [(None, "CUDA build"), ("13.0", "--gpus")])
 def test_without_a_gpu_it_says_how_to_get_one(monkeypatch, cuda, advice):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     assert advice in check_toolchain.gpu_remedy()
+
+
+# ---------------------------------------------------------------- setting up
+
+BROUGHT = [
+    "torch==2.10.0a0+nv26.1",
+    "pytorch-triton==3.6.0",
+    "PyYAML==6.0.2",
+    "typing_extensions==4.1",
+]
+PIP = """#!/bin/sh
+case $1 in
+    list) printf '%s\\n' {brought} ;;
+    install) cp missing.txt tested.txt kept ;;
+esac
+"""
+
+
+def commands_in(folder: Path, **commands: str) -> str:
+    """A PATH on which these commands come first."""
+    for name, script in commands.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_image_gets_tested_versions_of_what_it_lacks(tmp_path):
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    (tmp_path / "kept").mkdir()
+    _, steps = (HERE / "Dockerfile").read_text().split("\nRUN ")
+    path = commands_in(tmp_path, pip=PIP.format(brought=" ".join(BROUGHT)))
+    script = steps.split("\n\n")[0].replace("/tmp", str(tmp_path))
+    assert run("sh", "-ec", script, PATH=path).returncode == 0
+    asked, tested, all_tested, required = (
+        {line for line in file.read_text().splitlines() if not line.startswith("#")}
+        for file in (
+            tmp_path / "kept" / "missing.txt",
+            tmp_path / "kept" / "tested.txt",
+            HERE / "constraints.txt",
+            HERE / "requirements.txt",
+        )
+    )
+    assert {line.split(">")[0] for line in required - asked} == {"torch", "triton"}
+    names = {line.split("==")[0] for line in all_tested - tested}
+    assert names == {"torch", "pyyaml", "typing-extensions"} and tested < all_tested
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_setup_says_where_triton_does_not_run(tmp_path):
+    for name in ("Makefile", "requirements.txt", "constraints.txt"):
+        shutil.copy(HERE / name, tmp_path)
+    path = commands_in(tmp_path, uname="#!/bin/sh\necho Darwin\n")
+    result = run("make", "setup", "PYTHON=false", cwd=tmp_path, PATH=path)
+    assert result.returncode and "WSL" in result.stdout and "pip" not in result.stdout
 
 
 # ---------------------------------------------------------------- make test

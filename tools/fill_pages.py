@@ -42,7 +42,7 @@ from harness.records import run_records
 from harness.training import run_text
 from next_steps.comparisons import compare_profiles, sweep_tables
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
-from tools import addresses_picture, instruction_count
+from tools import explaining_pictures, instruction_count
 from tools.page_records import HERE, LOADED, PAGE_WIDTH, RESULTS, load_record, source
 
 LEFT_OUT = "..."
@@ -192,7 +192,8 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
     runs = [[load_record(f"finetune_{which}_4x2048")] for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [runs]
     yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in PARALLEL]]
-    yield "addresses", addresses_picture.plot, []
+    yield "addresses", explaining_pictures.plot_addresses, []
+    yield "memory_hierarchy", explaining_pictures.plot_memories, []
     yield "ladder", ladder.plot, [[load_record("ladder_1x512"), load_record("ladder_4x2048")]]
 
 

@@ -331,7 +331,8 @@ def render(record: dict) -> str:
             for name, gpu in COUNTED_GPUS.items()
         ),
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",
-        "time to move the bytes, by published figures.  Above 1 the instructions come first.",
+        "time to move the bytes, by published figures (GB300's multiprocessors: users' reports).",
+        "Above 1 the instructions come first.",
         "",
         tables.table(headers, cells, ["left"] * 2 + ["right"] * 5),
         "",

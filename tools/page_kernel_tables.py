@@ -12,10 +12,11 @@ from harness.benchmark.benchmark_tables import (
     share_in_words,
 )
 from harness.cli.tables import Column, Table, formatted
+from harness.steps.gpus import GPUS
 from judge import OUTCOMES
 from judging.compile_targets import COMPILE_TARGETS
 from next_steps.lessons.fp8_kernel import FIRST_CAPABILITY
-from tools.page_records import RESULTS, load_record, page_table, per_cent, times
+from tools.page_records import RESULTS, load_record, page_table, per_cent, short_gpu, times
 
 IN_BF16 = "F.cross_entropy, bf16 logits"
 # what a short table shows
@@ -212,16 +213,32 @@ def ceilings() -> str:
 
 def targets() -> str:
     """What every kernel is compiled for, and how many of the records each of them has made."""
-    records = (load_record(path.stem) for path in RESULTS.glob("*.json"))
-    made = Counter(record.get("environment", {}).get("compute_capability") for record in records)
+    made = Counter()
+    for path in sorted(RESULTS.glob("*.json")):
+        environment = load_record(path.stem).get("environment", {})
+        if capability := environment.get("compute_capability"):
+            made[capability, short_gpu(environment["gpu"])] += 1
     body = []
     for name, target in COMPILE_TARGETS.items():
         capability = divmod(target.arch, 10) if target.backend == "cuda" else ()
-        n_made = made["{}.{}".format(*capability)] if capability else 0
+        own = [
+            f"{gpu}: {n}"
+            for (of, gpu), n in made.most_common()
+            if of == ".".join(map(str, capability))
+        ]
         fp8 = "yes" if capability >= FIRST_CAPABILITY else "no"
         shared = f"{target.max_shared >> 10} KiB"
-        body.append((f"`{name}`", target.gpus, shared, fp8, str(n_made or "none")))
+        body.append((f"`{name}`", target.gpus, shared, fp8, ", ".join(own) or "none"))
     return page_table(body, "target | GPUs | shared memory of a program | FP8 | records")
+
+
+def memory_rates() -> str:
+    """The rate of each GPU's memory by its data sheet, and beside that of an H200."""
+    labels = {"H100 80GB HBM3": "H100 (SXM)", "GB300": "GB300 of a DGX Station"}
+    known = sorted((gpu.tbs, labels.get(name, name)) for name, gpu in GPUS.items() if gpu.tbs)
+    of_h200 = GPUS["H200"].tbs
+    body = [(name, f"{tbs:.3g} TB/s", f"{tbs / of_h200:.2f}") for tbs, name in known]
+    return page_table(body, "GPU | rate of its memory | beside an H200")
 
 
 def fp8_casts() -> str:

@@ -32,6 +32,10 @@ NOT_FOR_USERS = (
 )
 # by logger: lines of a log
 NOT_FOR_USERS_LOGGED = {"torch._inductor.utils": "Not enough SMs to use max_autotune_gemm mode"}
+PICK_A_GPU = (
+    "nvidia-smi -L lists them; begin the command with CUDA_VISIBLE_DEVICES=GPU-..., or start the "
+    "container with --gpus '\"device=GPU-...\"' in place of --gpus all"
+)
 
 
 class UserError(Exception):
@@ -118,6 +122,14 @@ def out_of_memory() -> str:
     lower = "Lower, in this order: --batch-size, --seq-len; then use a smaller --model"
     check = "On a GPU, also check with nvidia-smi that no other process holds its memory"
     return f"{where} ran out of memory. {lower}. {check}"
+
+
+def sees_mixed_gpus(error: Exception) -> bool:
+    """Return True for what PyTorch raises if CUDA opens fewer GPUs than the driver lists.
+
+    On a DGX Station with an RTX PRO beside its GB300, a process can open one of the two.
+    """
+    return "device < num_gpus" in str(error)
 
 
 def lost_a_process(error: Exception) -> bool:
@@ -240,6 +252,8 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except Exception as error:
         if isinstance(error, (RuntimeError, MemoryError)) and ran_out_of_memory(error):
             words = f"error: {out_of_memory()}"
+        elif sees_mixed_gpus(error):
+            words = f"error: one process cannot open all of these GPUs: name one. {PICK_A_GPU}"
         elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
             drop_output()
             words = f"error: cannot write: {error.strerror}"

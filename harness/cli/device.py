@@ -5,6 +5,7 @@ Importing it imports PyTorch and Triton, which takes seconds: scripts read their
 
 import gc
 import os
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,17 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 if INTERPRETED:
     interpreter.make_faster()
+
+
+class VisibleGpu(NamedTuple):
+    name: str
+    uuid: str  # as `nvidia-smi -L` and CUDA_VISIBLE_DEVICES write it
+
+
+def list_gpus() -> list[VisibleGpu]:
+    """Return the GPUs that this process sees, in PyTorch's order.  Scripts run on the first."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [VisibleGpu(each.name, f"GPU-{each.uuid}") for each in found]
 
 
 def synchronize() -> None:

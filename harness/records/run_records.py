@@ -42,15 +42,17 @@ def environment() -> dict:
     import transformers
     import triton
 
-    from harness.cli.device import HAS_GPU
+    from harness.cli.device import HAS_GPU, list_gpus
 
+    gpu = torch.cuda.get_device_name() if HAS_GPU else None
     capability = "{}.{}".format(*torch.cuda.get_device_capability()) if HAS_GPU else None
     others = {}
     for package in OTHERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             others[package] = importlib.metadata.version(package)
     return {
-        "gpu": torch.cuda.get_device_name() if HAS_GPU else None,
+        "gpu": gpu,
+        "other_gpus": [each.name for each in list_gpus() if each.name != gpu],
         "compute_capability": capability,
         "cpu": platform.machine(),
         "python": platform.python_version(),
@@ -66,7 +68,8 @@ def environment() -> dict:
 
 def gpu_line(env: dict) -> str:
     device = env["gpu"] or f"none (CPU {env['cpu']})"
-    return f"GPU: {device}"
+    others = env.get("other_gpus")  # visible ones of other kinds; older records have no such key
+    return f"GPU: {device}" + (f" (not used: {', '.join(others)})" if others else "")
 
 
 def environment_line(env: dict) -> str:

@@ -7,24 +7,28 @@ from dataclasses import dataclass
 class Gpu:
     """Published figures; None where nothing here reads them."""
 
-    bf16_tflops: int  # dense, of matrix products
+    bf16_tflops: int | None  # dense, of matrix products
     target: str | None = None  # of judging/compile_targets.py
     multiprocessors: int | None = None
     fp32_tflops: float | None = None
     tbs: float | None = None  # TB/s of the memory
 
 
-# By a part of the GPU's name; the first match wins.  NVIDIA's data sheets, but for GB300's
-# multiprocessors (of the full chip), memory and fp32: docs/gb300.md has the sources.
+# By a part of the GPU's name; the first match wins.  The vendors' data sheets, but for two figures
+# of GB300: its multiprocessors are by users' reports, its fp32 peak is a GB300 NVL72's.  GB300's
+# memory is a DGX Station's; in an NVL72 a GB300 has 8 TB/s.  docs/gb300.md has the sources.
 GPUS = {
-    "GB300": Gpu(2500, "sm_103", multiprocessors=160, fp32_tflops=80, tbs=8),
-    "B300": Gpu(2500),
-    "GB200": Gpu(2500),
-    "B200": Gpu(2250),
+    "GB300": Gpu(2500, "sm_103", multiprocessors=152, fp32_tflops=80, tbs=7.1),
+    "B300": Gpu(2500, tbs=8),
+    "GB200": Gpu(2500, tbs=8),
+    "B200": Gpu(2250, tbs=8),
     "H200": Gpu(989, "sm_90", multiprocessors=132, fp32_tflops=67, tbs=4.8),
     "H100 80GB HBM3": Gpu(989, "sm_90", multiprocessors=132, fp32_tflops=67, tbs=3.35),
     "GH200": Gpu(989),
     "A100": Gpu(312),
+    "MI300X": Gpu(None, tbs=5.3),
+    "RTX 5090": Gpu(None, tbs=1.792),
+    "RTX 4090": Gpu(None, tbs=1.008),
 }
 OF_BF16 = {"bf16": 1, "FP8": 2, "MXFP8": 2, "NVFP4": 6}  # dense peak; NVFP4: of Blackwell Ultra
 

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.cli.command_line import UserError
-from harness.cli.device import DEVICE, HAS_GPU
+from harness.cli.command_line import PICK_A_GPU, UserError
+from harness.cli.device import DEVICE, HAS_GPU, list_gpus
 from harness.cli.processes import DDP, FSDP, is_first, world_size
 from harness.cli.workload import Workload
 
@@ -38,6 +38,11 @@ def start(workload: Workload) -> None:
         if here >= n_gpus:
             given = f"torchrun started more processes than this machine has GPUs, {n_gpus}"
             raise UserError(f"{given}: --nproc-per-node {n_gpus}")
+        n_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+        kinds = dict.fromkeys(gpu.name for gpu in list_gpus()[:n_here])
+        if len(kinds) > 1:
+            given = f"the processes would run on GPUs of different kinds ({', '.join(kinds)})"
+            raise UserError(f"{given}, and wait for the slowest: show them one kind. {PICK_A_GPU}")
         torch.cuda.set_device(here)
     if torch.distributed.is_initialized():
         return

@@ -36,11 +36,7 @@ FAULTS = {
         ("dw of x, not x_hat", "dw2 += u2 * x2", "dw2 += u2 * x2 / rstd"),
         ("dw of k is q's", "(parts[1], dk_weight,", "(parts[0], dk_weight,"),
         ("dw's halves exchanged", "cols, dw1, dw2, cols < HALF", "cols, dw2, dw1, cols < HALF"),
-    ],
-    "test_a_head_is_normalized_first_and_then_turned": [
         ("the weight after the rotation", "n1 * _for_heads(s2)", "x1 * rstd * _for_heads(w2) * _for_heads(s2)"),
-    ],
-    "test_the_others_weight_changes_nothing": [
         ("q's weight for both", "k_weight.contiguous(), _strided(k_rot)", "q_weight.contiguous(), _strided(k_rot)"),
     ],
     "test_eps_is_used_where_it_shows": [

@@ -1,0 +1,116 @@
+"""The two pictures that explain: from a program's number to addresses, and a GPU's memories."""
+
+from typing import NamedTuple
+
+from harness.cli.tables import pyplot, save_plot
+from harness.steps.gpus import GPUS
+from tools.instruction_count import FLOPS_OF_FMA, clock_ghz
+from tools.page_records import load_record
+
+# ---------------------------------------------------------------- addresses and mask
+
+BLOCK_SIZE, N = 8, 19
+PROGRAM_COLORS = "#bcd9f2", "#f7d7a8", "#c9e6c2"
+LINES = {  # of the kernel, and what each has for the lane `lane` of the program `program`
+    "tl.program_id(0)": lambda program, lane: program,
+    "tl.arange(0, BLOCK_SIZE)": lambda program, lane: lane,
+    "i = tl.program_id(0) * BLOCK_SIZE\n      + tl.arange(0, BLOCK_SIZE)": (
+        lambda program, lane: program * BLOCK_SIZE + lane
+    ),
+    "mask = i < n": lambda program, lane: "1" if program * BLOCK_SIZE + lane < N else "0",
+}
+
+
+def plot_addresses(path: str) -> None:
+    """Draw the lanes of three programs above the 19 numbers that they load."""
+    figure, axes = pyplot().subplots(figsize=(10, 3.3))
+    lanes = [
+        (program, lane) for program in range(len(PROGRAM_COLORS)) for lane in range(BLOCK_SIZE)
+    ]
+    for height, (line, value) in enumerate(LINES.items()):
+        y = 2 * len(LINES) - 1.5 * height
+        axes.text(-0.6, y + 0.5, line, ha="right", va="center", family="monospace", fontsize=8)
+        for i, (program, lane) in enumerate(lanes):
+            color = PROGRAM_COLORS[program] if i < N or line != "mask = i < n" else "white"
+            axes.add_patch(pyplot().Rectangle((i, y), 1, 1, facecolor=color, edgecolor="black"))
+            axes.text(i + 0.5, y + 0.5, value(program, lane), ha="center", va="center", fontsize=8)
+    for i, (program, _) in enumerate(lanes[:N]):
+        axes.annotate("", (i + 0.5, 1.6), (i + 0.5, 3.4), arrowprops={"arrowstyle": "->"})
+        color = PROGRAM_COLORS[program]
+        axes.add_patch(pyplot().Rectangle((i, 0.5), 1, 1, facecolor=color, edgecolor="black"))
+        axes.text(i + 0.5, 1, f"a[{i}]", ha="center", va="center", fontsize=6.5)
+    axes.text(-0.6, 1, "memory from a_ptr on, n = 19", ha="right", va="center", fontsize=8)
+    outside = "not a's: these lanes\nload and store nothing"
+    axes.text(N + 2.5, 1, outside, ha="center", va="center", fontsize=7.5)
+    axes.set(xlim=(-9.5, len(lanes) + 0.2), ylim=(0, 2 * len(LINES) + 1.2))
+    axes.axis("off")
+    figure.tight_layout()
+    save_plot(figure, path)
+
+
+# ---------------------------------------------------------------- the memories of a GPU
+
+MEMORY_GPU = "H200"
+MEMORY_COLORS = "#5b97cc", "#8dbbe2", "#bcd9f2", "#f7d7a8", "#dddddd"
+
+
+class MemoryLevel(NamedTuple):
+    """One of a GPU's memories."""
+
+    name: str
+    whose: str
+    n_bytes: float | None  # None: as much as the machine has
+    tbs: float  # TB/s, of all multiprocessors together
+    source: str  # of the rate
+
+
+def memories() -> list[MemoryLevel]:
+    """Return the memories of an H200, the nearest to its arithmetic first.
+
+    docs/glossary.md says where the figures are from.
+    """
+    gpu, kib_of_each = GPUS[MEMORY_GPU], 256
+    near = gpu.multiprocessors * kib_of_each * 2**10
+    # an FMA reads three numbers of 4 bytes; shared memory gives 128 bytes a cycle
+    registers = gpu.fp32_tflops / FLOPS_OF_FMA * 3 * 4
+    shared = gpu.multiprocessors * 128 * clock_ghz(gpu) / 1e3
+    link = load_record("frontier")["rates"]["link_gbs"] / 1e3
+    return [
+        MemoryLevel("registers", "each thread has its own", near, registers, "computed"),
+        MemoryLevel(
+            "shared memory, L1", "each multiprocessor has its own", near, shared, "computed"
+        ),
+        MemoryLevel("L2 cache", "for all programs", 50e6, 9.8, "measured by others"),
+        MemoryLevel("memory of the GPU", "tensors lie here", 141e9, gpu.tbs, "data sheet"),
+        MemoryLevel("memory of the host", "behind the PCIe bus", None, link, "measured here"),
+    ]
+
+
+def size(n_bytes: float | None) -> str:
+    if n_bytes is None:
+        return "any"
+    return f"{n_bytes / 1e9:.0f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.0f} MB"
+
+
+def rate(tbs: float) -> str:
+    return f"{tbs:.3g} TB/s" if tbs >= 1 else f"{tbs * 1e3:.0f} GB/s"
+
+
+def plot_memories(path: str) -> None:
+    """Draw each memory of an H200 as a bar as long as its rate, on a logarithmic scale."""
+    figure, axes = pyplot().subplots(figsize=(8, 3.7))
+    found, size_at, name_at = memories(), 0.014, 0.0022
+    axes.text(name_at, 0.75, f"{MEMORY_GPU}, as a whole", ha="right", weight="bold")
+    axes.text(size_at, 0.75, "size", ha="right", weight="bold")
+    axes.text(0.02, 0.75, "rate, on a logarithmic scale", weight="bold")
+    for place, (memory, color) in enumerate(zip(found, MEMORY_COLORS)):
+        axes.barh(-place, memory.tbs - 0.02, left=0.02, height=0.62, color=color, edgecolor="black")
+        words = f"{rate(memory.tbs)}, {memory.source}"
+        axes.text(memory.tbs * 1.15, -place, words, va="center")
+        axes.text(name_at, -place + 0.02, memory.name, ha="right", va="bottom")
+        axes.text(name_at, -place - 0.02, memory.whose, ha="right", va="top", fontsize=8.5)
+        axes.text(size_at, -place, size(memory.n_bytes), ha="right", va="center")
+    axes.set(xscale="log", xlim=(1e-4, 1.6e4), ylim=(-4.5, 1.2))
+    axes.axis("off")
+    figure.tight_layout()
+    save_plot(figure, path, dpi=100)
