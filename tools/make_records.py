@@ -40,7 +40,7 @@ STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
-CHECKS = "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
+CHECKS = "check_toolchain", "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
 STEP_SIZES = {"1x512": SMALL, "4x2048": LARGE}
 ESTIMATED = {  # what is trained, as a record's name says it
     f"{model}_{size}{trained}": f"{words} --model meta-llama/{model} {how}{ALL}"
