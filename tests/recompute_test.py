@@ -54,6 +54,17 @@ def assert_close(found: dict, expected: dict, allowed: float, what: str = "") ->
     assert error <= allowed, f"{what}: {name} is off by {error:.1e}"
 
 
+def assert_two_backwards_give_twice_the_gradients(model) -> None:
+    batch = few_tokens()
+    once = loss_and_gradients(model, batch)
+    model.zero_grad()
+    loss = model(**batch.inputs()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
+    assert_close(twice | {"loss": loss.detach()}, once, 1e-6)
+
+
 def calls_of_a_step(model) -> Calls:
     with Calls() as calls:
         loss_and_gradients(model, few_tokens())
@@ -164,14 +175,7 @@ def test_a_result_computed_from_something_else_would_be_noticed(monkeypatch):
 
 @LEVELS
 def test_two_backwards_through_one_graph(level):
-    model, batch = set_recompute(make_model([]), level), few_tokens()
-    once = loss_and_gradients(model, batch)
-    model.zero_grad()
-    loss = model(**batch.inputs()).loss
-    loss.backward(retain_graph=True)
-    loss.backward()
-    twice = {name: p.grad / 2 for name, p in model.named_parameters()}
-    assert_close(twice | {"loss": loss.detach()}, once, 1e-6)
+    assert_two_backwards_give_twice_the_gradients(set_recompute(make_model([]), level))
 
 
 @LEVELS
