@@ -391,11 +391,11 @@ PLAYBOOK_STEPS = {  # by command: its step, and what was added on the GPU and on
 def durations() -> str:
     """How long the playbook's commands take, from start to end."""
     records, body = [load_record(f"durations_{where}")["seconds"] for where in ("gpu", "cpu")], []
-    for command, (step, *flags) in PLAYBOOK_STEPS.items():
+    for command, (lesson, *flags) in PLAYBOOK_STEPS.items():
         seconds = (record[command + added] for record, added in zip(records, flags))
         words = (f"{s:.0f} s" if s < 100 else f"{s / 60:.0f} min" for s in seconds)
-        body.append((f"`{command}`", step, *words))
-    return page_table(body, "command | step | on an H200, random weights | on a CPU core")
+        body.append((f"`{command}`", lesson, *words))
+    return page_table(body, "command | lesson | on an H200, random weights | on a CPU core")
 
 
 def quality() -> str:
