@@ -27,7 +27,6 @@ from harness.records.spread import Range, spread, timed, unless_same, waited
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 STEPS_SHOWN = 20
 REPEATS = "each side has so many records, one after the other (default: 1)"
-OF_TIMES = "p20 to p80", "Tokens/sec", "Speedup", "Throughput"  # these mean nothing on a CPU
 Side = list[dict]  # the records of one command's runs
 
 
@@ -104,8 +103,7 @@ def render(sides: list[Side]) -> str:
     )
     parts.append(runs_table(names, sides))
     if is_on_cpu(first):
-        where = "Measured on a CPU through Triton's interpreter"
-        parts.append(f"{where}: times say nothing of a GPU, and are not compared.")
+        parts.append(tables.not_shown("speeds and memory are"))
     else:
         ranges = "20th to 80th percentile; no difference: these ranges overlap."
         parts.append(f"{tables.OF_STEPS}\nStep: the median; p20 to p80: {ranges}")
@@ -205,8 +203,8 @@ def runs_table(names: list[str], sides: list[Side]) -> str:
         column("Memory", lambda side: f"{peak(side) / peak(first):.2f}x"),
         column("Val. loss", median_of("validation_loss_after"), ".4f"),
     ]
-    if is_on_cpu(first[0]):
-        columns = [each for each in columns if each.title not in OF_TIMES]
+    if is_on_cpu(first[0]):  # its time and memory say nothing of a GPU's
+        columns = [columns[0], columns[-1]]
     return Table.of(columns, names).text()
 
 
@@ -229,21 +227,23 @@ def loss_table(first_name: str, first: dict, comparable: list[tuple[str, dict]])
 
 
 def plot(sides: list[Side], path: str) -> None:
-    """Draw loss curves, on a GPU tokens per second, and peak memory, as one PNG."""
+    """Draw loss curves, and on a GPU tokens per second and peak memory, as one PNG."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     plt, firsts = tables.pyplot(), [side[0] for side in sides]
     names = run_names(firsts)
-    peaks = list(map(median_of("peak_memory_bytes"), sides))
-    # The peak of a run on a CPU may be below 1 GB.
-    unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
-    bars = [(f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f", "")]
+    bars = []
     if not is_on_cpu(firsts[0]):
-        rates = list(map(median_of("tokens_per_second"), sides))
-        bars.insert(0, ("Tokens per second", rates, ",.0f", "wall clock, host included"))
-    figure, (losses, *others) = plt.subplots(
-        1, 1 + len(bars), figsize=(12, 4), width_ratios=[2, *[1] * len(bars)]
-    )
+        peaks = list(map(median_of("peak_memory_bytes"), sides))
+        unit, size = tables.decimal_unit(peaks, "GB", "MB", 1e9)
+        tokens = list(map(median_of("tokens_per_second"), sides))
+        bars = [
+            ("Tokens per second", tokens, ",.0f", "wall clock, host included"),
+            (f"Peak memory ({unit})", [peak / size for peak in peaks], ",.1f", ""),
+        ]
+    widths = [2, *[1] * len(bars)]
+    figure, axes = plt.subplots(1, len(widths), figsize=(12, 4), width_ratios=widths, squeeze=False)
+    losses, *others = axes[0]
     for name, record in zip(names, firsts):
         style = "-" if record is firsts[0] else "--"
         losses.plot(range(1, len(record["losses"]) + 1), record["losses"], style, label=name)

@@ -180,9 +180,9 @@ def test_times_of_a_cpu_are_not_compared(script, tmp_path, pyplot):
         run(title, environment=MADE_UP | {"gpu": None}) for title in ("Baseline", "Optimized")
     ]
     code, out, _ = script(*on_cpu, flags=["--plot", str(tmp_path / "plot.png")])
-    assert code == 0 and "the same training" in out and "1.5000" in row_of(out, "Optimized")
-    assert not any(word in out for word in ("Speedup", "Tokens/sec", "p20"))
-    assert [axis.get_title() for axis in pyplot.gcf().axes] == ["Loss", "Peak memory (GB)"]
+    assert code == 0 and "the same training" in out
+    assert row_of(out, "Optimized") == ["Optimized", "1.5000"]
+    assert [axis.get_title() for axis in pyplot.gcf().axes] == ["Loss"]
 
 
 def test_long_runs_show_their_first_and_last_step(script):
