@@ -69,7 +69,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors that are looked a
 
 
 def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
-    """Refuse tensors that a kernel cannot take; return the lengths that the words stand for.
+    """Refuse tensors that a kernel cannot take; return the length of each named dimension.
 
         check_tensors(("x", x, FLOATS, ("...", "H")), ("w?", w, FLOATS, ("H",)))["H"]
 
@@ -116,7 +116,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Refuse what holds no memory of its own with an element at each address, or other dtypes.
+    """Refuse wrappers and sparse tensors, without an element at each address; and dtypes.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
     """

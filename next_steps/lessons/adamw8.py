@@ -27,7 +27,7 @@ square roots.
 
 Why sqrt(v)?  A step divides by it, and it spans half as many powers of two as v.
 
-Why has v no code for 0?  If v became 0 where m does not, eps alone would divide: a step 1e8 times m
+Why has v no code for 0?  If v became 0 while m did not, eps alone would divide m: 1e8 times m
 (the zero point problem: Li et al., 2023).  The smallest code stands for more than 0, so a v that is
 too small for its block is rounded up.  That step is too short.  m may become 0, which is no step.
 
