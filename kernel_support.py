@@ -116,7 +116,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
 
 
 def check_memory(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype] = ()) -> None:
-    """Refuse wrappers and sparse tensors, without an element at each address; and dtypes.
+    """Refuse wrappers and sparse tensors, which have no element at each address, and other dtypes.
 
     A wrapper such as DTensor has a data_ptr(), but nothing lies there.
     """
