@@ -89,3 +89,15 @@ def test_answers_are_the_records():
         f"{rungs['baseline']:.1f} - {rungs['cuda_graph']:.1f} = {gained:.1f}",
     ):
         assert figure in text_of("docs/answers")
+
+
+def test_what_the_8b_model_needs_is_the_ladders_memory():
+    needed = []
+    for size in ("1x512", "4x2048"):
+        rungs = json.loads((RESULTS / f"ladder_{size}.json").read_text())["rungs"]
+        peaks = {rung["name"]: rung["peak_memory_bytes"] / 1e9 for rung in rungs}
+        needed += [peaks["cuda_graph"], peaks["baseline"]]
+    least, eager, *large = needed
+    assert f"needs {least:.0f} GB with all kernels" in text_of("README")
+    assert "just over 80 GB without" in text_of("README") and 80 < eager < 81
+    assert "{:.0f} and {:.0f} GB".format(*large) in text_of("README")

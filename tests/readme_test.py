@@ -48,7 +48,7 @@ LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 NOT_MEASURED = re.compile(
     r"64\.2 GB|64 GB|96 GB|16 GB"  # weights, gradients and moments
     r"|321\.2 GB|112\.4 GB|788\.0 MB|524\.3 and 0 MB|1\.2 %"  # answers, worked out there
-    r"|about 2 GB|up to 114 GB"  # a download; an estimate, rounded up
+    r"|about 2 GB|51 GB|75 and 114 GB"  # a download; estimates, rounded
     r"|150 GB|150\.1 GB|11\.8 GB"  # disk; of the H200
     r"|24 GB|48 GB|80 GB|24 and 48|48 or 24 GB"  # GPUs
     r"|2\.1 GB|12\.8 times|6 times"  # the logits; byte counts
