@@ -404,7 +404,8 @@ def test_make_setup_says_where_triton_does_not_run(tmp_path):
         shutil.copy(HERE / name, tmp_path)
     path = commands_in(tmp_path, uname="#!/bin/sh\necho Darwin\n")
     # the make that runs these tests may have been told SETUP=, and tells this one
-    result = run("make", "setup", "PYTHON=false", cwd=tmp_path, PATH=path, MAKEFLAGS="")
+    flags = "SETUP=.venv/installed", "PYTHON=false"
+    result = run("make", "setup", *flags, cwd=tmp_path, PATH=path, MAKEFLAGS="")
     assert result.returncode and "WSL" in result.stdout and "pip" not in result.stdout
 
 
