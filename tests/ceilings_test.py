@@ -9,11 +9,12 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark import benchmark_tables
 from harness.profiling import diagnose, profile_tables, roofline
 from harness.profiling.ceilings import ceilings_of
+from tests.conftest import tracked
 from tests.diagnose_test import made_up, part
-from tools.page_records import RESULTS, load_record
+from tools.page_records import load_record
 
-PROFILES = sorted(path.stem for path in RESULTS.glob("profile_*.json"))
-BENCHMARKS = sorted(path.stem for path in RESULTS.glob("benchmark_*.json"))
+PROFILES = sorted(path.stem for path in tracked("results/profile_*.json"))
+BENCHMARKS = sorted(path.stem for path in tracked("results/benchmark_*.json"))
 H200 = {"environment": {"gpu": "NVIDIA H200"}}
 
 

@@ -17,8 +17,8 @@ from harness.profiling import costs
 from harness.profiling.attribution import category_by_name
 from harness.profiling.costs import NO_COST, Cost
 from harness.profiling.kernel_facts import FACTS_BY_NAME, KERNEL_ROWS, OTHER, RUNGS, Sizes
+from tests.conftest import tracked
 from tests.kernel_facts_test import launched_kernels
-from tools.page_records import RESULTS
 
 SIZES = Sizes(weights=1000, stream=100, heads=60, inner=300, logits=400, layers=2, width=2)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -140,7 +140,7 @@ def test_every_operation_that_takes_time_in_a_recorded_step_is_counted():
         costs.ELEMENTWISE | costs.REDUCTIONS | costs.FILLS | costs.PICKS | costs.ROW_PICKS
         | {"copy", "cat", *costs.MATMULS}
     )  # fmt: skip
-    for path in sorted(RESULTS.glob("profile_*.json")):
+    for path in tracked("results/profile_*.json"):
         rows = json.loads(path.read_text())["operations"]
         times = {row["name"]: row["us"] for row in rows if row["name"].startswith("aten::")}
         long = [name for name, us in times.items() if us > 1e-4 * sum(times.values())]

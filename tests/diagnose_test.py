@@ -25,7 +25,7 @@ from harness.profiling.kernel_facts import CATEGORIES, DEQUANTIZATION, KERNELS, 
 from harness.records.run_records import read_record
 from harness.steps import stepping
 from next_steps.comparisons import compare_profiles
-from tests.conftest import assert_refused
+from tests.conftest import assert_refused, tracked
 from tests.costs_test import SIZES
 from tests.fixtures import needs_gpu
 from tests.small_workloads import MADE_UP
@@ -285,7 +285,7 @@ def test_the_ranking_at_4_x_2048_is_the_ladders():
 
 def test_recording_kernels_alone_costs_a_recorded_step_less_than_a_tenth():
     """If the GPU waits for the host, recording costs more, and the record says how much."""
-    for path in sorted(RESULTS.glob("profile_*.json")):
+    for path in tracked("results/profile_*.json"):
         record = json.loads(path.read_text())
         if record.get("timeline") and not diagnose.waits(record):
             assert record["timeline"]["step_ms"] < 1.1 * record["median_step_ms"], path.name

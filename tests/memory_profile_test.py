@@ -31,9 +31,9 @@ from next_steps.memory import memory_ledger, memory_profile, peak_attribution, p
 from next_steps.memory.memory_ledger import BATCH, GRADIENTS, LOSS, PARAMETERS, STATE, Ledger
 from next_steps.memory.peak_attribution import KEPT, TEMPORARY, UNSEEN, WORKSPACES, part_of
 from next_steps.patches.apply_kernels import apply_kernels, make_kernel_optimizer
+from tests.conftest import tracked
 from tests.fixtures import needs_gpu
 from tests.memory_estimate_test import bytes_kept_in_layers, bytes_saved_by_a_real_step, estimate_of
-from tools.page_records import RESULTS
 
 SHAPE = 2, 9  # B, T
 TINY = ["--model", "tiny", "--batch-size", "2", "--seq-len", "9", "--warmup", "1"]
@@ -369,7 +369,7 @@ def test_on_a_gpu_the_parts_explain_the_measured_peak(tmp_path, kernels):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("memory_*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", tracked("results/memory_*.json"), ids=lambda path: path.stem)
 def test_the_recorded_parts_explain_the_peak_as_the_estimate_told_it(path):
     record = json.loads(path.read_text())
     peak = record["peak_memory_bytes"]

@@ -4,16 +4,17 @@ readme_test.py asks the same of tables, outputs and snippets.
 """
 
 import itertools
-import json
 
 import pytest
 import torch
 
+from harness.benchmark.benchmark_specs import OURS
 from harness.benchmark.checking import FLOOR
 from harness.data.samples import IGNORE_INDEX
 from harness.model import architecture
 from harness.steps import timing
-from tools.page_records import HERE, RESULTS
+from tools.page_kernel_tables import by_size
+from tools.page_records import HERE, load_record
 
 
 def norms_per_forward() -> int:
@@ -50,7 +51,7 @@ def test_a_figure_is_the_codes(figure):
 
 def test_how_good_the_ladders_predictions_are_is_its_records():
     """At 4 x 2,048, of what each rung gained."""
-    rungs = json.loads((RESULTS / "ladder_4x2048.json").read_text())["rungs"]
+    rungs = load_record("ladder_4x2048")["rungs"]
     names = ["adamw", "rmsnorm", "rope", "swiglu", "linear_cross_entropy"]
     assert [rung["name"] for rung in rungs[1:6]] == names
     *first, (predicted, gained) = (
@@ -63,27 +64,15 @@ def test_how_good_the_ladders_predictions_are_is_its_records():
     assert 1.4 < predicted / gained < 1.6
 
 
-def alone_us(size: int) -> float:
-    """Our RMSNorm of 65,536 rows of this length."""
-    sections = json.loads((RESULTS / "benchmark_rmsnorm_sizes.json").read_text())["sections"]
-    rows = (row for section in sections if section["size"] == size for row in section["rows"])
-    (found,) = (
-        row["kernels_us"]
-        for row in rows
-        if (row["tokens"], row["implementation"]) == (65_536, "ours")
-    )
-    return found
-
-
 def test_answers_are_the_records():
     names = "profile_4x2048", "profile_4x2048_both", "ladder_4x2048"
-    before, after, ladder = (json.loads((RESULTS / f"{name}.json").read_text()) for name in names)
+    before, after, ladder = map(load_record, names)
     rungs = {rung["name"]: rung["step_ms"] for rung in ladder["rungs"]}
-    runs = (f"finetune_{name}_4x2048" for name in ("baseline", "optimized"))
-    first, last = (json.loads((RESULTS / f"{name}.json").read_text()) for name in runs)
+    first, last = map(load_record, ("finetune_baseline_4x2048", "finetune_optimized_4x2048"))
+    alone_us = {rows[OURS].size: rows[OURS].alone for rows in by_size("rmsnorm_sizes", 65_536)}
     gained = rungs["baseline"] - rungs["cuda_graph"]
     for figure in (
-        f"has {alone_us(8192) / alone_us(4096):.2f} times",
+        f"has {alone_us['8,192'] / alone_us['4,096']:.2f} times",
         f'row "Step" is {before["timeline"]["step_ms"] / after["timeline"]["step_ms"]:.2f}.',
         f'"Speedup" is {first["median_seconds"] / last["median_seconds"]:.2f}:',
         f"{rungs['baseline']:.1f} - {rungs['cuda_graph']:.1f} = {gained:.1f}",
@@ -94,7 +83,7 @@ def test_answers_are_the_records():
 def test_what_the_8b_model_needs_is_the_ladders_memory():
     needed = []
     for size in ("1x512", "4x2048"):
-        rungs = json.loads((RESULTS / f"ladder_{size}.json").read_text())["rungs"]
+        rungs = load_record(f"ladder_{size}")["rungs"]
         peaks = {rung["name"]: rung["peak_memory_bytes"] / 1e9 for rung in rungs}
         needed += [peaks["cuda_graph"], peaks["baseline"]]
     least, eager, *large = needed

@@ -37,9 +37,9 @@ from harness.records.schema import is_environment
 from harness.steps import stepping
 from next_steps.patches import apply_kernels
 from tests.attribution_test import OUR_KERNELS, Timeline, random_profile
+from tests.conftest import tracked
 from tests.diagnose_test import made_up
 from tests.fixtures import needs_gpu
-from tools.page_records import RESULTS
 
 # ---------------------------------------------------------------- what is printed
 
@@ -223,7 +223,7 @@ OURS = "rmsnorm_fwd", "rmsnorm_bwd", "rope", "swiglu_fwd", "swiglu_bwd", "adamw"
 OURS += ("cross_entropy_inplace",)
 
 
-@pytest.mark.parametrize("path", [*RESULTS.glob("trace_*.json.gz")], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", tracked("results/trace_*.json.gz"), ids=lambda path: path.name)
 def test_a_kept_trace_is_small_and_shows_what_its_page_says(path):
     assert path.stat().st_size <= 300e3
     events = opened(path)

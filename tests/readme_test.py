@@ -29,6 +29,7 @@ from next_steps.hugging_face import kernel_repository, sft
 from next_steps.memory import estimate, profile
 from next_steps.studies import fp8_accuracy, frontier, ladder, scaling
 from tests import packaged_model
+from tests.conftest import tracked
 from tools import (
     compile_check,
     fill_pages,
@@ -37,7 +38,7 @@ from tools import (
     page_records,
 )
 from tools.fill_pages import LEFT_OUT, MARKED
-from tools.page_records import HERE, PAGE_WIDTH, RESULTS, load_record
+from tools.page_records import HERE, PAGE_WIDTH, load_record
 
 PAGES = fill_pages.pages()
 TEXTS = {str(page.relative_to(HERE)): page.read_text() for page in PAGES}
@@ -339,7 +340,7 @@ def test_the_last_column_is_left_out_and_the_heading_says_so():
 def test_every_picture_is_drawn_from_its_records():
     drawn = {f"{name}.png" for name, _, _ in fill_pages.pictures()}
     left = {f"{name}.png" for name in page_records.ANSWERED}
-    found = {path.name for path in RESULTS.glob("*.png")}
+    found = {path.name for path in tracked("results/*.png")}
     assert drawn == found - left
     links = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", "".join(TEXTS.values()))
     assert {link.rpartition("/")[2] for link in links} <= found

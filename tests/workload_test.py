@@ -11,7 +11,7 @@ from harness.cli.flags import OF_BASELINE, FlagParser
 from harness.cli.workload import PRETRAINED, RANDOM, Workload
 from next_steps import finetune_options
 from next_steps.finetuning import distill, opponents
-from tools.page_records import RESULTS
+from tests.conftest import tracked
 
 WHAT = {"model": "DIR", "random_init": True, "dtype": "fp32", "data": "text.txt", "batch_size": 2}
 WHAT |= {"seq_len": 24, "seed": 3, "steps": 7, "lr": 0.25, "teacher": "other/model"}
@@ -122,7 +122,7 @@ def test_weights_in_words(model, teacher, random_init, expected):
 
 
 def test_recorded_runs_are_read_whatever_their_age():
-    records = [json.loads(path.read_text()) for path in RESULTS.glob("*.json")]
+    records = [json.loads(path.read_text()) for path in tracked("results/*.json")]
     finetuned = [record for record in records if record.get("kind") == "finetune"]
     assert len(finetuned) > 20
     for record in finetuned:
