@@ -5,6 +5,7 @@ from collections import Counter
 from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_tables import (
     CLOCK_KEYS,
+    ceiling_of,
     clock,
     error_columns,
     megabytes,
@@ -52,7 +53,7 @@ class RecordedRow(dict):
         """The share of the ceiling that `us` microseconds reach."""
         rate = specs.SPECS[self.section["kernel"]].rate
         reached = None if us is None or self[rate.key] is None else rate_at(rate, self, us)
-        return share_in_words(self.record, rate, reached, ".0%").replace("%", " %")
+        return share_in_words(reached, ceiling_of(self.record, rate), ".0%").replace("%", " %")
 
 
 def recorded_rows(name: str, tokens: str = "all") -> tuple[specs.Spec, list[RecordedRow]]:

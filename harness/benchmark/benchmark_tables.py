@@ -4,7 +4,7 @@ from harness.benchmark import benchmark_specs as specs
 from harness.benchmark.benchmark_specs import COMPILED, OURS, SPECS, Rate
 from harness.cli.tables import Column, Table, formatted, table, title
 from harness.records.run_records import ceilings_card, gpu_line
-from harness.steps.gpus import memory_gbs
+from harness.steps.gpus import best_copy_gbs
 
 FROM_CACHE = "cache"  # in place of a share: faster than anything that came from the memory
 
@@ -27,23 +27,22 @@ def rate_at(rate: Rate, row: dict, us: float) -> float:
 def ceiling_of(record: dict, rate: Rate) -> float:
     """Return the best of the measured copy or matmul rate and of the rows' rates by any clock.
 
-    Left out are rates that the memory cannot have: above the data sheet's, and in place, where a
-    kernel reads what it has just read once more, from the cache.
+    Rows in place are left out: there a kernel reads once more, from the cache, what it has just
+    read.
     """
-    measured = record[rate.ceiling_key]
-    most = max(measured, memory_gbs(record["environment"]["gpu"]) or 0.0)
-    rates = [measured]
+    measured, reached = record[rate.ceiling_key], []
     for section in record["sections"]:
         if SPECS[section["kernel"]].rate is rate:
             rows = (row for row in section["rows"] if row[rate.key] is not None)
             rows = (row for row in rows if not row["implementation"].endswith("in place"))
-            rates += [rate_at(rate, row, us) for row in rows for us in clocks(row).values()]
-    return max(each for each in rates if rate is specs.COMPUTE or each <= most)
+            reached += [rate_at(rate, row, us) for row in rows for us in clocks(row).values()]
+    if rate is specs.COMPUTE:
+        return max([measured, *reached])
+    return best_copy_gbs(measured, reached, record["environment"]["gpu"])
 
 
-def share_in_words(record: dict, rate: Rate, reached: float | None, spec: str) -> str:
-    """Return a rate's share of the ceiling, with a format of a share, or FROM_CACHE."""
-    ceiling = ceiling_of(record, rate)
+def share_in_words(reached: float | None, ceiling: float, spec: str) -> str:
+    """Return a rate's share of its ceiling, with a format of a share, or FROM_CACHE."""
     if reached is not None and reached > ceiling:
         return FROM_CACHE
     return formatted(reached and reached / ceiling, spec)
@@ -52,7 +51,8 @@ def share_in_words(record: dict, rate: Rate, reached: float | None, spec: str) -
 def share(record: dict, section: dict, row: dict | None) -> str:
     """Return the row's GB/s or TFLOP/s as a percentage of the ceiling."""
     rate = SPECS[section["kernel"]].rate
-    return share_in_words(record, rate, row and row[rate.key], ".0%").removesuffix("%")
+    reached = row and row[rate.key]
+    return share_in_words(reached, ceiling_of(record, rate), ".0%").removesuffix("%")
 
 
 def rows_by_tokens(section: dict) -> dict[int, dict[str, dict]]:

@@ -3,15 +3,14 @@
 Before its steps a run measures a copy, matrix products back to back, which bring the GPU to its
 power limit, and a short burst of products on a GPU that has rested.  Parts of a step can be faster
 than all of these: other shapes, pauses between the products, more reads than writes.  A ceiling is
-the best of them all, so nothing is above it.  Bytes that come faster than the data sheet's memory
-come from the cache, and say nothing of the memory.
+the best of them all, so nothing is above it, except what comes from the cache.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from harness.profiling.kernel_facts import CATEGORIES
-from harness.steps.gpus import memory_gbs
+from harness.steps.gpus import best_copy_gbs
 
 BURST = "_burst"  # in the key of a rate that a rested GPU reached
 
@@ -49,13 +48,15 @@ def ceilings_of(*records: dict) -> Ceilings:
         named = [*record.get("categories", {}).items()]
         named += [(row["name"], row) for row in record.get("operations", [])]
         parts += [(name, part) for name, part in named if part["bytes"] and part["us"]]
-    copy_gbs = best["copy_gbs"][0]
-    most_gbs = max(copy_gbs, memory_gbs(records[0].get("environment", {}).get("gpu")) or 0.0)
-    for name, part in sorted(parts, key=lambda each: multiplies_in_both(each[1])):
-        gbs = part["bytes"] / part["us"] / 1e3
-        # the bytes of an operation of ours are estimated, not from its shapes
-        if gbs <= most_gbs and name.startswith(("aten::", *CATEGORIES)):
+    # without operations of ours: their bytes are estimated, not from their shapes
+    counted = ((name, part) for name, part in parts if name.startswith(("aten::", *CATEGORIES)))
+    moved = [(part["bytes"] / part["us"] / 1e3, name) for name, part in counted]
+    gpu = records[0].get("environment", {}).get("gpu")
+    copy_gbs = best_copy_gbs(best["copy_gbs"][0], (gbs for gbs, _ in moved), gpu)
+    for gbs, name in moved:
+        if gbs == copy_gbs:
             offer("copy_gbs", gbs, f"the step's {name}")
+    for name, part in sorted(parts, key=lambda each: multiplies_in_both(each[1])):
         fp8 = part.get("fp8_flops", 0.0) if "fp8_tflops" in best else 0.0
         rates = {key: rate for key, (rate, _) in best.items()}
         share = flops_at_ceilings_us(part["flops"], fp8, rates) / part["us"]

@@ -1,5 +1,6 @@
 """What is published of GPUs: the peaks that runs and predictions are measured against."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -48,3 +49,18 @@ def memory_gbs(gpu: str | None) -> float | None:
     """Return the GB/s of a GPU's memory; None if it is not known."""
     row = gpu_named(gpu)
     return row and row.tbs and 1e3 * row.tbs
+
+
+def best_copy_gbs(measured: float, reached: Iterable[float], gpu: str | None) -> float:
+    """Return the best copy rate of a GPU, GB/s: of a copy, or of kernels if that is higher.
+
+    A rate above the data sheet's is the cache's, not the memory's, and does not count.  The same
+    holds for a rate above the copy's, if the data sheet is not known.
+
+    Args:
+        measured: the rate of a copy, which always counts.
+        reached: the rates of kernels.
+        gpu: its name; None without a GPU.
+    """
+    most = max(measured, memory_gbs(gpu) or 0.0)
+    return max([measured, *(gbs for gbs in reached if gbs <= most)])

@@ -1,7 +1,9 @@
 """What the sweep prints: every setting of a launch with its time, and advice for the file."""
 
+from harness.benchmark.benchmark_tables import share_in_words
 from harness.cli.tables import Table, formatted, title
 from harness.records.run_records import ceilings_card
+from harness.steps.gpus import best_copy_gbs
 
 Setting = dict[str, int]  # some of KNOBS
 KNOBS = {
@@ -43,23 +45,26 @@ def advice(section: dict) -> str:
     return said + f"set {', '.join(changes)} in {section['file']} for this GPU and size."
 
 
-def best_copy_gbs(record: dict) -> float:
-    """Return the measured copy rate, or what a launch reached if that is faster."""
-    rates = [record["copy_gbs"]]
-    for section in record["sections"]:
-        rates += [section["bytes"] / row["us"] / 1e3 for row in section["tried"] if row["us"]]
-    return max(rates)
+def gbs_of(section: dict, row: dict) -> float | None:
+    """Return the GB/s that a launch reached with a setting; None if it has no time."""
+    return row["us"] and section["bytes"] / row["us"] / 1e3
+
+
+def copy_ceiling(record: dict) -> float:
+    """Return the best of the measured copy rate and of the launches' rates, GB/s."""
+    reached = [gbs_of(section, row) for section in record["sections"] for row in section["tried"]]
+    return best_copy_gbs(record["copy_gbs"], filter(None, reached), record["environment"]["gpu"])
 
 
 def setting_row(record: dict, section: dict, row: dict) -> list[str]:
-    share = row["us"] and 100 * section["bytes"] / row["us"] / 1e3 / best_copy_gbs(record)
+    share = share_in_words(gbs_of(section, row), copy_ceiling(record), ".0%").removesuffix("%")
     cells = [
         programs(value, section) if knob == "n_programs" else value
         for knob, value in row["setting"].items()
     ]
     resources = [formatted(row[key], "d") for key in ("registers", "spills")]
     note = row["fault"] or ("<- in file" if row["setting"] == section["shipped"] else "")
-    return [*cells, formatted(row["us"]), formatted(share, ".0f"), *resources, note]
+    return [*cells, formatted(row["us"]), share, *resources, note]
 
 
 def section_table(record: dict, section: dict) -> str:
@@ -90,6 +95,6 @@ def section_table(record: dict, section: dict) -> str:
 def render_sweep(record: dict) -> str:
     """Return everything that a sweep prints about its measurements."""
     env = record["environment"]
-    blocks = [ceilings_card(env, best_copy_gbs(record), record["matmul_tflops"])]
+    blocks = [ceilings_card(env, copy_ceiling(record), record["matmul_tflops"])]
     blocks += [section_table(record, section) for section in record["sections"]]
     return "\n\n".join(blocks)
