@@ -9,8 +9,9 @@ Tests marked alone time a GPU.  Where there is one, they run first and one at a 
 and more than one GPU each worker of pytest-xdist uses one of them (tests/conftest.py).  Tests
 marked several_gpus then run in a call of their own, in which every worker sees all GPUs.
 
-The last line counts the tests of all calls: "N passed, N failed, N skipped".  The exit code is 1 if
-a test failed, if a call broke off, or if no test ran.
+The last line counts the tests of all calls: "N passed, N failed, N skipped".  A file that cannot be
+imported counts as one failed test, and the other files' tests run.  The exit code is 1 if a test
+failed, if a call broke off, or if no test ran.
 """
 
 import argparse
@@ -28,20 +29,20 @@ MOST_ON_A_GPU = 15  # workers: 15 shared the 139 GiB of an H200
 SEVERAL_AT_A_TIME = 12  # tests of several processes, each of which starts one process a GPU
 
 
-def read_report(report: Path) -> tuple[Counter, list[str]]:
-    """Read pytest's report (JUnit's XML), if any: numbers of tests, and a line for each failure.
+def read_report(report: Path) -> dict[str, tuple[str, str]]:
+    """Read pytest's report (JUnit's XML), if any: of each test how it ended, and with which words.
 
-    An error before, after or in place of a test counts as failed.
+    An error before, after or in place of a test counts as failed.  In place of the tests of a file
+    that cannot be imported stands the file.
     """
-    count, failures = Counter(), []
+    found = {}
     for test in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         outcome = next(iter(test), None)
         how = "passed" if outcome is None else "skipped" if outcome.tag == "skipped" else "failed"
-        count[how] += 1
-        if how == "failed":
-            message = outcome.get("message", "").partition("\n")[0]
-            failures.append(f"FAILED {test.get('classname')}::{test.get('name')}: {message}")
-    return count, failures
+        words = outcome.get("message", "").partition("\n")[0] if how == "failed" else ""
+        name = "::".join(filter(None, (test.get("classname"), test.get("name"))))
+        found.setdefault(name, (how, words))  # a test that failed may fail once more at its end
+    return found
 
 
 def visible_gpus() -> list[str]:
@@ -90,20 +91,23 @@ def main() -> int:
     gpus = visible if args.gpu else []
     if args.gpu and not gpus:
         parser.error("--gpu needs a CUDA GPU, and PyTorch sees none: leave the flag out")
-    total, failures, broken = Counter(), [], False
+    outcomes, broken = {}, False
     with tempfile.TemporaryDirectory() as folder:
         for selected, workers in calls(args.all or args.gpu, gpus, bool(visible)):
             report = Path(folder) / f"{selected}.xml"
             command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", selected]
+            command.append("--continue-on-collection-errors")
             command += ["-n", str(workers), "--dist", "worksteal"] if workers else []
             code = subprocess.run(
                 [*command, *args.files],
                 cwd=Path(__file__).parents[1],
                 env=environment_of(selected, gpus),
             ).returncode
-            count, failed = read_report(report)
-            total, failures = total + count, failures + failed
+            outcomes |= read_report(report)  # each call tries to import each file
             broken |= code not in (0, NOTHING_SELECTED)
+    total = Counter(how for how, _ in outcomes.values())
+    failed = [(name, words) for name, (how, words) in outcomes.items() if how == "failed"]
+    failures = [f"FAILED {name}: {words}" for name, words in failed]
     counts = ", ".join(f"{total[how]} {how}" for how in ("passed", "failed", "skipped"))
     print("\n".join([*failures, counts]), flush=True)
     return 1 if broken or total["passed"] + total["skipped"] == 0 else 0
