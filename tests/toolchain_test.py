@@ -509,7 +509,25 @@ def test_each_test_runs_in_one_call(gpus, everything, has_gpu, monkeypatch):
             needs_all = len(gpus) > 1 and several and not alone
             environment = run_tests.environment_of(selected, gpus)
             assert ("ONE_GPU_OF" in environment) == (bool(gpus) and not needs_all)
+            assert not gpus or environment["CUDA_VISIBLE_DEVICES"] == ",".join(gpus)
             assert environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("kinds, used, said", [
+    (["H200"], ["0"], ""),
+    (["H200", "H200"], ["0", "1"], ""),
+    (["RTX", "GB300"], ["0"], "The tests use RTX. Not used: GB300, 1.\n"),
+    (["H200", "RTX", "H200"], ["0", "2"], "The tests use H200. Not used: RTX, 1.\n"),
+])  # fmt: skip
+def test_gpus_of_another_kind_than_the_first_are_left_out(kinds, used, said, monkeypatch, capsys):
+    monkeypatch.setattr(run_tests, "kind_of", lambda gpu: kinds[int(gpu)])
+    assert run_tests.of_one_kind([str(number) for number in range(len(kinds))]) == used
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
+def test_the_kind_of_a_gpu_is_its_name():
+    assert run_tests.kind_of(run_tests.visible_gpus()[0]) == torch.cuda.get_device_name(0)
 
 
 @pytest.mark.parametrize("worker, gpu", [("gw0", "4"), ("gw1", "7"), ("gw5", "7"), (None, "4,7")])

@@ -7,7 +7,8 @@
 
 Tests marked alone time a GPU.  Where there is one, they run first and one at a time.  With --gpu
 and more than one GPU each worker of pytest-xdist uses one of them (tests/conftest.py).  Tests
-marked several_gpus then run in a call of their own, in which every worker sees all GPUs.
+marked several_gpus then run in a call of their own, in which every worker sees all GPUs.  GPUs of
+another kind than the first are left out, and a line says so.
 
 The last line counts the tests of all calls: "N passed, N failed, N skipped".  A file that cannot be
 imported counts as one failed test, and the other files' tests run.  The exit code is 1 if a test
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SHORT = "not exhaustive"  # a mark: see pyproject.toml
@@ -54,6 +56,28 @@ def visible_gpus() -> list[str]:
     return given.split(",")[:count] if given else [str(number) for number in range(count)]
 
 
+def kind_of(gpu: str) -> str:
+    """Return a GPU's name, found by a process that sees it alone.
+
+    No process can open both of a DGX Station's kinds (docs/gb300.md).
+    """
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+    return subprocess.check_output(command, text=True, env=environment).strip()
+
+
+def of_one_kind(gpus: list[str]) -> list[str]:
+    """Return those of the GPUs that are of the first one's kind.  Print which others there are."""
+    if len(gpus) == 1:
+        return gpus
+    with ThreadPoolExecutor() as pool:
+        kinds = dict(zip(gpus, pool.map(kind_of, gpus)))
+    used = [gpu for gpu in gpus if kinds[gpu] == kinds[gpus[0]]]
+    if others := [f"{kind}, {gpu}" for gpu, kind in kinds.items() if gpu not in used]:
+        print(f"The tests use {kinds[gpus[0]]}. Not used: {'; '.join(others)}.", flush=True)
+    return used
+
+
 def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, int]]:
     """Return (the marks that are selected, the number of workers) of each call of pytest."""
     cores = os.cpu_count() or 1
@@ -70,14 +94,18 @@ def calls(everything: bool, gpus: list[str], has_gpu: bool) -> list[tuple[str, i
 
 
 def environment_of(selected: str, gpus: list[str]) -> dict[str, str]:
-    """Return the environment of a call; with it tests/conftest.py gives each worker one GPU."""
+    """Return the environment of a call, which sees these GPUs alone.
+
+    With it tests/conftest.py gives each worker one of them.
+    """
     # as many processes as cores: threads of their own would wait for each other
     one_thread = {"OMP_NUM_THREADS": "1"}
     if not gpus:
         return one_thread | os.environ
     one_thread |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    one_gpu = {} if selected.startswith("several_gpus") else {"ONE_GPU_OF": ",".join(gpus)}
-    return {**os.environ, **one_thread, **one_gpu}
+    visible = ",".join(gpus)
+    one_gpu = {} if selected.startswith("several_gpus") else {"ONE_GPU_OF": visible}
+    return {**os.environ, **one_thread, **one_gpu, "CUDA_VISIBLE_DEVICES": visible}
 
 
 def main() -> int:
@@ -88,9 +116,9 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="only the tests of these files or folders")
     args = parser.parse_args()
     visible = visible_gpus()
-    gpus = visible if args.gpu else []
-    if args.gpu and not gpus:
+    if args.gpu and not visible:
         parser.error("--gpu needs a CUDA GPU, and PyTorch sees none: leave the flag out")
+    gpus = of_one_kind(visible) if args.gpu else []
     outcomes, broken = {}, False
     with tempfile.TemporaryDirectory() as folder:
         for selected, workers in calls(args.all or args.gpu, gpus, bool(visible)):
