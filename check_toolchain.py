@@ -8,7 +8,6 @@ several times on the same inputs and compares the bits.  Exit code 0: the kernel
 right, and give the same bits each time.  Exit code 1: they do not, and the script says what to do.
 """
 
-import textwrap
 from dataclasses import replace
 
 from harness.cli import command_line, tables
@@ -52,7 +51,7 @@ def several_gpus(gpus: list) -> list[str]:
     lines = [f"{'Visible GPU:':<20} {gpu.name}, {gpu.uuid}" for gpu in gpus]
     differ = "The visible GPUs differ. " if len({gpu.name for gpu in gpus}) > 1 else ""
     used = f"{differ}Scripts use the first, {gpus[0].name}. To use another: {PICK_A_GPU}."
-    return [*lines, textwrap.fill(used, tables.TERMINAL)]
+    return [*lines, used]
 
 
 def check_kernels() -> list:

@@ -15,7 +15,7 @@ import torch
 import check_toolchain
 import rmsnorm_kernel
 from harness.benchmark.checking import Check
-from harness.cli import command_line, device, tables
+from harness.cli import command_line, device
 from harness.cli.command_line import UserError
 from harness.cli.device import DEVICE, HAS_GPU
 from harness.profiling.kernel_facts import KERNEL_ROWS
@@ -307,7 +307,6 @@ def test_several_visible_gpus_are_named_with_the_one_that_is_used(gpus, differ, 
     assert all((f"{gpu.name}, GPU-{gpu.uuid}\n" in text) == pick for gpu in gpus)
     assert (f"Scripts use the first, {gpus[0].name}." in text) == pick
     assert all((word in text) == pick for word in ("CUDA_VISIBLE_DEVICES=", "device=GPU-"))
-    assert all(len(line) <= tables.TERMINAL for line in text.splitlines())
 
 
 @pytest.mark.parametrize("gpus, said", [
