@@ -4,7 +4,7 @@ import pytest
 
 from harness.steps.gpus import GPUS
 from tools import explaining_pictures
-from tools.page_records import load_record
+from tools.page_records import HERE, load_record
 
 
 def test_the_memories_of_an_h200_by_hand():
@@ -19,6 +19,14 @@ def test_the_memories_of_an_h200_by_hand():
     assert explaining_pictures.rate(host.tbs) == f"{record['rates']['link_gbs']:.0f} GB/s"
     rates = [each.tbs for each in (registers, shared, cache, memory, host)]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_the_lines_beside_the_lanes_are_those_of_lesson_5():
+    """Of six columns, lane 7 of program 1 would load row 2's second number."""
+    lesson = (HERE / "README.md").read_text().split("## Lesson ")[5]
+    assert all(line in lesson for line in explaining_pictures.LINES)
+    assert [value(1, 7) for value in explaining_pictures.LINES.values()] == [1, 7, 13, 0]
+    assert [value(2, 5) for value in explaining_pictures.LINES.values()] == [2, 5, 17, 1]
 
 
 @pytest.mark.parametrize("of", ["addresses", "memories"])

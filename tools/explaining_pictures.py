@@ -9,40 +9,56 @@ from tools.page_records import load_record
 
 # ---------------------------------------------------------------- addresses and mask
 
-BLOCK_SIZE, N = 8, 19
-PROGRAM_COLORS = "#bcd9f2", "#f7d7a8", "#c9e6c2"
-LINES = {  # of the kernel, and what each has for the lane `lane` of the program `program`
-    "tl.program_id(0)": lambda program, lane: program,
-    "tl.arange(0, BLOCK_SIZE)": lambda program, lane: lane,
-    "i = tl.program_id(0) * BLOCK_SIZE\n      + tl.arange(0, BLOCK_SIZE)": (
-        lambda program, lane: program * BLOCK_SIZE + lane
-    ),
-    "mask = i < n": lambda program, lane: "1" if program * BLOCK_SIZE + lane < N else "0",
+N_COLS, BLOCK_SIZE = 6, 8
+ROW_COLORS = "#bcd9f2", "#f7d7a8", "#c9e6c2"
+MASKED_COLOR = "#c0392b"
+LINES = {  # of lesson 5's kernel, and what each has in a lane of the program of a row
+    "row = tl.program_id(0)": lambda row, col: row,
+    "cols = tl.arange(0, BLOCK_SIZE)": lambda row, col: col,
+    "row * n_cols + cols": lambda row, col: row * N_COLS + col,
+    "mask = cols < n_cols": lambda row, col: int(col < N_COLS),
 }
 
 
 def plot_addresses(path: str) -> None:
-    """Draw the lanes of three programs above the 19 numbers that they load."""
-    figure, axes = pyplot().subplots(figsize=(10, 3.3))
-    lanes = [
-        (program, lane) for program in range(len(PROGRAM_COLORS)) for lane in range(BLOCK_SIZE)
-    ]
-    for height, (line, value) in enumerate(LINES.items()):
-        y = 2 * len(LINES) - 1.5 * height
+    """Draw the lanes of three programs above the three rows of six numbers that they load."""
+    figure, axes = pyplot().subplots(figsize=(10, 4))
+    top, memory = 9.5, 1.6  # the heights of the first line and of the memory
+    mask_line = top - 1.4 * (len(LINES) - 1)
+    lanes = [(row, col) for row in range(len(ROW_COLORS)) for col in range(BLOCK_SIZE)]
+
+    def box(x: float, y: float, words: object, color: str) -> None:
+        axes.add_patch(pyplot().Rectangle((x, y), 1, 1, facecolor=color, edgecolor="black"))
+        axes.text(x + 0.5, y + 0.5, words, ha="center", va="center", fontsize=8)
+
+    def arrow(start: tuple, end: tuple, **style) -> None:
+        axes.annotate("", end, start, arrowprops={"shrinkA": 0, "shrinkB": 0, **style})
+
+    for place, (line, value) in enumerate(LINES.items()):
+        y = top - 1.4 * place
         axes.text(-0.6, y + 0.5, line, ha="right", va="center", family="monospace", fontsize=8)
-        for i, (program, lane) in enumerate(lanes):
-            color = PROGRAM_COLORS[program] if i < N or line != "mask = i < n" else "white"
-            axes.add_patch(pyplot().Rectangle((i, y), 1, 1, facecolor=color, edgecolor="black"))
-            axes.text(i + 0.5, y + 0.5, value(program, lane), ha="center", va="center", fontsize=8)
-    for i, (program, _) in enumerate(lanes[:N]):
-        axes.annotate("", (i + 0.5, 1.6), (i + 0.5, 3.4), arrowprops={"arrowstyle": "->"})
-        color = PROGRAM_COLORS[program]
-        axes.add_patch(pyplot().Rectangle((i, 0.5), 1, 1, facecolor=color, edgecolor="black"))
-        axes.text(i + 0.5, 1, f"a[{i}]", ha="center", va="center", fontsize=6.5)
-    axes.text(-0.6, 1, "memory from a_ptr on, n = 19", ha="right", va="center", fontsize=8)
-    outside = "not a's: these lanes\nload and store nothing"
-    axes.text(N + 2.5, 1, outside, ha="center", va="center", fontsize=7.5)
-    axes.set(xlim=(-9.5, len(lanes) + 0.2), ylim=(0, 2 * len(LINES) + 1.2))
+        for x, (row, col) in enumerate(lanes):
+            box(x, y, value(row, col), ROW_COLORS[row] if col < N_COLS else "white")
+    for x, (row, col) in enumerate(lanes):
+        masked = {"color": MASKED_COLOR, "linestyle": ":"} if col >= N_COLS else {}
+        start, end = (x + 0.5, mask_line - 0.1), (row * N_COLS + col + 0.5, memory + 1.1)
+        arrow(start, end, arrowstyle="->", **masked)
+    for row, color in enumerate(ROW_COLORS):
+        first = row * N_COLS
+        for col in range(N_COLS):
+            box(first + col, memory, first + col, color)
+        arrow((first, memory - 0.35), (first + N_COLS, memory - 0.35), arrowstyle="<->")
+        words = f"row {row}: n_cols = {N_COLS}"
+        axes.text(first + N_COLS / 2, memory - 0.95, words, ha="center", va="center", fontsize=8)
+    axes.text(-0.6, memory + 0.5, "memory from x_ptr on", ha="right", va="center", fontsize=8)
+    axes.text(-0.6, memory - 0.35, "the row's stride", ha="right", va="center", fontsize=8)
+    outside = (
+        "Dotted: lanes that the mask switches\noff. They would load numbers of the\n"
+        "next row, or what is not x's."
+    )
+    where = len(ROW_COLORS) * N_COLS + 0.4, memory - 0.1
+    axes.text(*where, outside, color=MASKED_COLOR, va="center", fontsize=8)
+    axes.set(xlim=(-9.5, len(lanes) + 0.6), ylim=(0.3, top + 1.2))
     axes.axis("off")
     figure.tight_layout()
     save_plot(figure, path)
