@@ -90,3 +90,12 @@ def test_what_the_8b_model_needs_is_the_ladders_memory():
     assert f"needs {least:.0f} GB with all kernels" in text_of("README")
     assert "just over 80 GB without" in text_of("README") and 80 < eager < 81
     assert "{:.0f} and {:.0f} GB".format(*large) in text_of("README")
+
+
+def test_which_bytes_of_eagers_rmsnorm_a_profile_counts_elsewhere():
+    """The sum of two gradients in fp32 reads 4 + 4 and writes 4 bytes, and is no layer's."""
+    record, hidden = load_record("profile_4x2048"), architecture.llama_3_1_8b_config().hidden_size
+    numbers = norms_per_forward() * 4 * 2048 * hidden
+    counted = record["categories"]["normalization"]["bytes"] / numbers
+    assert f"moved {counted:.0f} bytes per element, not lesson 4's 128" in text_of("README")
+    assert round(counted) + 12 == 128 and "the 12 bytes of that sum" in text_of("README")
