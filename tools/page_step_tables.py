@@ -365,6 +365,11 @@ def scaling_table(parallel: str, study: str = "scaling") -> str:
     return Table(scaling_tables.headings(records[1]), scaling_tables.body(*records)).markdown()
 
 
+def lost(*names: str) -> str:
+    """What a step on several GPUs loses, by cause; the first record is of one."""
+    return scaling_tables.lost_table(*map(load_record, names)).markdown()
+
+
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
