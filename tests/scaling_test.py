@@ -196,6 +196,16 @@ def test_a_record_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_pat
         assert outcome.code or key not in ("rows", "world_size", "environment")
 
 
+@pytest.mark.parametrize("damage", [{"busy_us": "x"}, {"power": "x"}, {"power": None}], ids=str)
+def test_a_profile_or_a_power_without_numbers_is_one_sentence(run_script, tmp_path, damage):
+    two = record([SHARED[0] | damage], 2)
+    outcome = run_script(scaling, "--compare", *written(tmp_path, ONE, two))
+    if damage == {"power": None}:  # nothing was read
+        assert outcome.code == 0
+    else:
+        assert_refused(outcome, "rows")
+
+
 def test_flags_without_effect_are_refused(run_script, tmp_path):
     (one,) = written(tmp_path, ONE)
     for flags, words in (

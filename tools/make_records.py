@@ -8,7 +8,7 @@
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
-random weights; the largest needs 117 GB of GPU memory.  fp8_accuracy needs a model with trained
+random weights; the largest needs 130 GB of GPU memory.  fp8_accuracy needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
 wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
 So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.

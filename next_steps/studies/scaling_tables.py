@@ -176,7 +176,7 @@ def body(one: dict, record: dict) -> list[list[str]]:
     ]
 
 
-def parts_of(row: dict) -> list[float | None]:
+def step_parts(row: dict) -> list[float | None]:
     """Return a step's median and its parts, by CAUSES, in ms; None for what was not measured."""
     if not row.keys() >= {*IN_PROFILE}:
         return [row.get("median_ms"), *[None] * len(CAUSES)]
@@ -194,7 +194,7 @@ def lost_table(one: dict, *several: dict) -> tables.Table:
     for record, row in ((each, row) for each in several for row in each["rows"]):
         way, size = key = row["way"], StepSize.of(row)
         both = row, alone.get(key, {})
-        lost = [None if None in ms else ms[0] - ms[1] for ms in zip(*map(parts_of, both))]
+        lost = [None if None in ms else ms[0] - ms[1] for ms in zip(*map(step_parts, both))]
         mj = [joules and 1e3 * joules for joules in map(joules_per_token, both)]
         cells = f"{way} {size}", f"{record['world_size']}, {record['parallel']}"
         cells += *map(tables.formatted, lost), "{} ({})".format(*map(tables.formatted, mj))
