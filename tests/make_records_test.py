@@ -64,7 +64,8 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
         monkeypatch.setattr("sys.argv", [script, *flags[4 if by_two else 0 :]])
         scaling.main()
         ((workload, _, ways, sizes),) = asked
-        assert name == f"scaling_lost_{workload.parallel}_2" if by_two else "scaling_lost_1"
+        which = f"{workload.parallel}_2" if by_two else "1"
+        assert name == f"scaling_lost_{which}"
         assert ways == [*WAYS] and sizes == [(4, 2048, 1), (4, 2048, 4)]
     else:
         assert script == "next_steps.studies.fp8_accuracy"
