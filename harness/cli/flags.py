@@ -128,6 +128,7 @@ OF_TRAINING = {
     ),
     "--offload": switch("what a layer keeps for the backward waits in the host's memory"),
     "--cuda-graph": switch("record a step once and replay it, so that each is one launch"),
+    "--deterministic": switch("only kernels that give the same bits in each run, at a price"),
     "--parallel": row(
         "fsdp gives each process a share of every parameter (the default), ddp all of them",
         choices=PARALLEL,
