@@ -441,17 +441,47 @@ def test_trls_loss_of_hidden_states_is_the_loss():
     torch.testing.assert_close(*results)
 
 
-def test_each_call_takes_the_language_that_its_row_names(monkeypatch):
-    """Both rows are timed in one process, where Liger-Kernel has one setting."""
+def test_each_call_of_a_row_in_triton_is_in_triton(monkeypatch):
+    """All rows are timed in one process, where Liger-Kernel has one setting."""
     setting = []
     backends = SimpleNamespace(set_impl=lambda name: setting.append(name))
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.backends", backends)
-    rows = (
-        peers.in_language(lambda x: setting[-1]),
-        peers.in_language(lambda x: setting[-1], "cutedsl"),
-    )
-    assert [row(0) for row in (*rows, *rows)] == ["nvidia-triton", "nvidia-cutedsl"] * 2
+    row = peers.in_triton(lambda x: setting[-1])
+    for _ in range(2):
+        assert row(0) == "nvidia-triton"
+        setting.append("nvidia-cutedsl")
+
+
+@pytest.mark.parametrize(
+    "make, module, inside",
+    [
+        (peers.quack_linear_cross_entropy, "quack.linear_cross_entropy", ()),
+        (
+            peers.sm90_linear_cross_entropy,
+            "liger_kernel.ops.cutedsl.ops",
+            ("fused_linear_cross_entropy_sm90",),
+        ),
+    ],
+)
+def test_losses_of_hidden_states_get_the_arguments_that_they_take(
+    make, module, inside, monkeypatch
+):
+    """The stand-ins have the order of arguments and the defaults of the libraries' functions."""
+
+    def loss(x, weight, target, ignore_index=-100, reduction="mean"):
+        return F.cross_entropy(x @ weight.mT, target, None, None, ignore_index, reduction=reduction)
+
+    names = ("chunked_linear_cross_entropy", "liger_fused_linear_cross_entropy_sm90")
+    stand_in = SimpleNamespace(**dict.fromkeys(names, loss))
+    for name in inside:
+        stand_in = SimpleNamespace(**{name: stand_in})
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    (row,) = make()
+    hidden, weight, targets = torch.randn(6, 8), torch.randn(20, 8), torch.randint(20, (6,))
+    expected = F.cross_entropy(hidden @ weight.t(), targets)
+    assert torch.equal(row.function(hidden, weight, targets), expected)
+    assert not row.waits, "a CUDA graph can record it"
 
 
 WORK = {  # bytes that must be moved for a row of the input, or FLOP
@@ -586,7 +616,9 @@ def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(
 @pytest.mark.parametrize("kernel", SPECS)
 def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     found, _ = on_a_gpu(kernel, monkeypatch)
-    styles = [benchmark_picture.line_style(name) for name in found]
+    libraries = [name for name, (_, _, makers) in peers.LIBRARIES.items() if kernel in makers]
+    names = dict.fromkeys((*found, *libraries))
+    styles = [benchmark_picture.line_style(name) for name in names]
     assert len({(style["color"], style["marker"]) for style in styles}) == len(styles)
 
 
