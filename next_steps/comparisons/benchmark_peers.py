@@ -200,6 +200,24 @@ def bitsandbytes_adamw8() -> list[Implementation]:
     return [Implementation("bitsandbytes, AdamW8bit", make, waits=True)]  # after each parameter
 
 
+def flashoptim_adamw8() -> list[Implementation]:
+    from flashoptim import FlashAdamW
+
+    def fill(state, given):
+        state["step"].fill_(given["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].set_data(given[key])
+        if "error_bits" in state:  # the weights are as they came
+            state["error_bits"].zero_()
+
+    def row(weights: str, bits: int | None) -> Implementation:
+        make = functools.partial(FlashAdamW, **ADAMW, master_weight_bits=bits)
+        return Implementation(f"FlashOptim, {weights}", optimizer_filled_by(make, fill))
+
+    # 10.25 bytes, and 12.25: 8 further bits of a weight are read and written
+    return [row("bf16 weights", None), row("24-bit weights", 24)]
+
+
 def quack_rmsnorm() -> list[Implementation]:
     import quack
 
@@ -254,6 +272,7 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
         {"nf4": bitsandbytes_nf4, "adamw8": bitsandbytes_adamw8},
     ),
     "torchao": ("torchao", "torchao", {"adamw8": torchao_adamw8}),
+    "FlashOptim": ("flashoptim", "flashoptim", {"adamw8": flashoptim_adamw8}),
 }
 
 
