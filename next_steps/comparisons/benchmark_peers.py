@@ -166,7 +166,7 @@ def optimizer_filled_by(make: Callable, fill: Callable) -> Callable:
         (p,) = params
         before, optimizer = p.clone(), make(params)
         optimizer.step()
-        p.copy_(before)
+        p.detach().copy_(before)
         optimizer.load_state_dict = lambda given: fill(optimizer.state[p], given["state"][0])
         return optimizer
 
@@ -210,9 +210,13 @@ def flashoptim_adamw8() -> list[Implementation]:
         if "error_bits" in state:  # the weights are as they came
             state["error_bits"].zero_()
 
+    def make(params, bits):
+        # it steps nothing else
+        return FlashAdamW([p.requires_grad_() for p in params], **ADAMW, master_weight_bits=bits)
+
     def row(weights: str, bits: int | None) -> Implementation:
-        make = functools.partial(FlashAdamW, **ADAMW, master_weight_bits=bits)
-        return Implementation(f"FlashOptim, {weights}", optimizer_filled_by(make, fill))
+        of_bits = functools.partial(make, bits=bits)
+        return Implementation(f"FlashOptim, {weights}", optimizer_filled_by(of_bits, fill))
 
     # 10.25 bytes, and 12.25: 8 further bits of a weight are read and written
     return [row("bf16 weights", None), row("24-bit weights", 24)]

@@ -18,9 +18,9 @@ lora: adapters of rank 16, beside weights that are frozen in bf16, in FP8 and in
 the validation loss of the adapters beside the original weights, in bf16, as --merge adds them up.
 The loss beside the weights that they were trained with is printed too.
 
-moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.  Two more ways keep
-more of each weight: --dtype fp32, rounded to bf16 for each point alone, and FlashOptim's 8 more bits
-(pip install flashoptim).
+moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.  Two further ways
+keep more of a weight: --dtype fp32, rounded to bf16 for each point alone, and FlashOptim with its 8
+more bits (pip install flashoptim).
 
 The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
 """
