@@ -297,7 +297,7 @@ OWN_DATA = {"data": "runs/mine.jsonl", "dtype": "bf16", "kernels": ["adamw"]}
 def test_rounding_at_random_is_advised_where_a_users_weights_are_rounded_to_the_nearest(
     said, is_advised
 ):
-    advice = run_text.advice(GPU_RUN | OWN_DATA | said)
+    advice = run_text.rounding_advice(GPU_RUN | OWN_DATA | said)
     assert len(advice) == is_advised
     for line in advice:
         assert run_text.result_block(GPU_RUN | OWN_DATA | said).endswith(f"\n{line}")

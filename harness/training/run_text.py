@@ -49,7 +49,7 @@ def share_of_step(record: dict, key: str, of_what: str) -> str:
     return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
 
 
-def advice(record: dict) -> list[str]:
+def rounding_advice(record: dict) -> list[str]:
     """Return the sentence for a run that rounds bf16 weights to the nearest, if it may decide.
 
     Such a run trains all weights on a user's own data.  The tutorial's runs and an opponent's
@@ -81,7 +81,7 @@ def result_block(record: dict) -> str:
         rows["Distillation loss:"] = change
         more.append(teacher_line(record))
     lines = [f"{name:<25} {text}" for name, text in rows.items()]
-    return "\n".join([title(f"{record['title']} Results"), *lines, *more, *advice(record)])
+    return "\n".join([title(f"{record['title']} Results"), *lines, *more, *rounding_advice(record)])
 
 
 def times_of(record: dict) -> dict[str, str]:

@@ -35,7 +35,7 @@ from next_steps.lessons.fp8_kernel import fp8_support
 from next_steps.patches import patched_model
 
 
-def installed(module: str, title: str, package: str) -> ModuleType:
+def opponent_module(module: str, title: str, package: str) -> ModuleType:
     """Return an opponent's module, or raise the UserError that says how to install it."""
     try:
         return importlib.import_module(module)
@@ -65,7 +65,7 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
 
 def with_liger(workload: Workload) -> torch.nn.Module:
     """Return the model with Liger-Kernel's patch for the model's family."""
-    monkey_patch = installed(
+    monkey_patch = opponent_module(
         "liger_kernel.transformers.monkey_patch", "Liger-Kernel", "liger-kernel"
     )
     kind = load_config(workload).model_type
@@ -76,7 +76,7 @@ def with_liger(workload: Workload) -> torch.nn.Module:
 def with_flash_adamw(workload: Workload) -> torch.nn.Module:
     """Return the model with the workload's kernels, if it has any, for `flash_adamw`."""
     require_gpu(workload)
-    installed("flashoptim", "FlashOptim", "flashoptim")
+    opponent_module("flashoptim", "FlashOptim", "flashoptim")
     return patched_model.load_patched(workload)
 
 
@@ -103,7 +103,7 @@ def with_float8(workload: Workload) -> torch.nn.Module:
     Without torch.compile the model would be slower than without FP8.  With LoRA the frozen
     projections are in float8, and the adapters beside them stay as they are.
     """
-    float8 = installed("torchao.float8", "torchao", "torchao")
+    float8 = opponent_module("torchao.float8", "torchao", "torchao")
     if reason := fp8_support():
         raise UserError(f"--opponent {workload.opponent}: {reason}")
     model = patched_model.load_with_adapters(workload)
@@ -126,7 +126,7 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
     """
     require_gpu(workload)
     config = begin(workload)
-    FastLanguageModel = installed("unsloth", "Unsloth", "unsloth").FastLanguageModel
+    FastLanguageModel = opponent_module("unsloth", "Unsloth", "unsloth").FastLanguageModel
 
     is_lora, saved = workload.lora_rank is not None, None
     if workload.adapter is not None:
