@@ -428,6 +428,25 @@ def test_an_optimizer_that_loads_no_floats_begins_with_the_problems_state():
     assert filled == [(1.0, 9)] and (optimizer.state[p]["exp_avg"] == 7).all()
 
 
+def test_flashoptims_rows_begin_with_the_problems_state(monkeypatch):
+    package = pytest.importorskip("flashoptim")
+    plain = {"quantize": False, "fused": False, "master_weight_bits": None}  # without a GPU
+    adamw = package.FlashAdamW
+    monkeypatch.setattr(package, "FlashAdamW", lambda params, **said: adamw(params, **said | plain))
+    problem = problems.adamw_problem(512, (), torch.float32)
+    for row in peers.flashoptim_adamw8():
+        assert gradient_errors(problem, row)["update"] < 1e-4
+        p, gradient, *moments = (t.clone() for t in problem.inputs)
+        p.grad = gradient
+        optimizer = row.function([p])
+        assert torch.equal(p, problem.inputs[0])
+        state = optimizer.state[p]
+        state["error_bits"] = torch.ones_like(p)
+        given = dict(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(9.0), *moments)))
+        optimizer.load_state_dict({"state": {0: given}})
+        assert not state["error_bits"].any() and state["step"] == 9
+
+
 def test_trls_loss_of_hidden_states_is_the_loss():
     pytest.importorskip("trl")
     (theirs,) = peers.trl_linear_cross_entropy()

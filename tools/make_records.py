@@ -138,10 +138,12 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
     },
     "moments": {
+        "moments_fused_1x512": f"{OPPONENT} {SMALL} --opponent fused-adamw",
+        "moments_flashoptim_1x512": f"{OPPONENT} {SMALL} --opponent flashoptim",
         "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
         "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
         "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
-        "moments_accuracy": f"{ACCURACY} moments --jobs 10",
+        "moments_accuracy": f"{ACCURACY} moments --jobs 15",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",

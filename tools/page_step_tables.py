@@ -35,6 +35,8 @@ from tools.page_records import (
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
 SHORT_NAMES = {  # for a column that must not be wide
+    OPPONENTS["fused-adamw"]: "fused AdamW",
+    OPPONENTS["flashoptim"]: "FlashOptim",
     OPPONENTS["rms-norm"]: "F.rms_norm",
     OPPONENTS["liger"]: "Liger",
     OPPONENTS["unsloth"]: "Unsloth",

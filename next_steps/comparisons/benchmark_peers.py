@@ -171,7 +171,7 @@ def optimizer_filled_by(make: Callable, fill: Callable) -> Callable:
         (p,) = params
         before, optimizer = p.clone(), make(params)
         optimizer.step()
-        p.copy_(before)
+        p.detach().copy_(before)
         optimizer.load_state_dict = lambda given: fill(optimizer.state[p], given["state"][0])
         return optimizer
 
@@ -203,6 +203,28 @@ def bitsandbytes_adamw8() -> list[Implementation]:
 
     make = optimizer_filled_by(functools.partial(AdamW8bit, **ADAMW), fill)
     return [Implementation("bitsandbytes, AdamW8bit", make, waits=True)]  # after each parameter
+
+
+def flashoptim_adamw8() -> list[Implementation]:
+    from flashoptim import FlashAdamW
+
+    def fill(state, given):
+        state["step"].fill_(given["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].set_data(given[key])
+        if "error_bits" in state:  # the weights are as they came
+            state["error_bits"].zero_()
+
+    def make(params, bits):
+        # it steps nothing else
+        return FlashAdamW([p.requires_grad_() for p in params], **ADAMW, master_weight_bits=bits)
+
+    def row(weights: str, bits: int | None) -> Implementation:
+        of_bits = functools.partial(make, bits=bits)
+        return Implementation(f"FlashOptim, {weights}", optimizer_filled_by(of_bits, fill))
+
+    # 10.25 bytes, and 12.25: 8 further bits of a weight are read and written
+    return [row("bf16 weights", None), row("24-bit weights", 24)]
 
 
 def quack_rmsnorm() -> list[Implementation]:
@@ -269,6 +291,7 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
         {"nf4": bitsandbytes_nf4, "adamw8": bitsandbytes_adamw8},
     ),
     "torchao": ("torchao", "torchao", {"adamw8": torchao_adamw8}),
+    "FlashOptim": ("flashoptim", "flashoptim", {"adamw8": flashoptim_adamw8}),
 }
 
 
