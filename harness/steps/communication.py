@@ -10,6 +10,7 @@ operation is measured in this run.
 Bytes are what a process receives: all of the whole result but its own share.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from harness.cli.device import DEVICE
 from harness.cli.processes import DDP
 from harness.cli.workload import Workload
-from harness.steps.parallel import bytes_gathered
 from harness.steps.stepping import trained
 from harness.steps.timing import queued_time_us
 
@@ -40,29 +40,33 @@ def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]
     """Return the bytes that a process receives in a step, by operation.
 
     A decoder layer's weights are gathered for the forward and for the backward, all other weights
-    once.  Each micro-batch gathers again.  The last micro-batch reduces the gradients.  FSDP2 has
-    sharded the model, because codes may be gathered in place of weights: `parallel.gather_as`.
+    once.  Each micro-batch gathers again.  The last micro-batch reduces the gradients.
     """
     n = workload.world_size
     if workload.parallel == DDP:
-        received = {ALL_REDUCE: 2 * sum(p.nbytes for p in trained(model))}
+        received = {ALL_REDUCE: 2 * bytes_of(trained(model))}
     else:
         gradients = sum(p.numel() for p in trained(model)) * REDUCED.itemsize
-        units = model.parameters(), model.model.layers.parameters()
-        gathered = sum(map(bytes_gathered, units)) * workload.micro_batches
+        weights = bytes_of(model.parameters()) + bytes_of(model.model.layers.parameters())
+        gathered = weights * workload.micro_batches
         received = {ALL_GATHER: gathered, REDUCE_SCATTER: gradients}
     return {name: n_bytes * (n - 1) // n for name, n_bytes in received.items()}
+
+
+def bytes_of(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Return the parameters' bytes; a shard that is gathered as something else knows its own."""
+    shards = ((getattr(p, "_local_tensor", p), p.nbytes) for p in parameters)
+    return sum(getattr(shard, "gathered_bytes", n_bytes) for shard, n_bytes in shards)
 
 
 def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float]:
     """Measure the GB/s at which a process receives pieces of a decoder layer's size."""
     n = workload.world_size
     layer = list(model.model.layers[0].parameters())
-    n_numbers, rates = sum(p.numel() for p in layer), {}
+    size = sum(p.numel() for p in layer) // n * n
+    rates = {}
     for name in bytes_received(model, workload):
         dtype = REDUCED if name == REDUCE_SCATTER else layer[0].dtype
-        size = bytes_gathered(layer) // dtype.itemsize if name == ALL_GATHER else n_numbers
-        size = size // n * n
         whole = torch.zeros(size, dtype=dtype, device=DEVICE)
         share = torch.zeros(size // n, dtype=dtype, device=DEVICE)
         operation, *tensors = {

@@ -12,11 +12,10 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli.command_line import PICK_A_GPU, UserError
@@ -76,41 +75,17 @@ def shard(model: torch.nn.Module) -> None:
     A unit is a decoder layer.  Norm and head at the end are one more unit; it stays gathered, as
     its backward follows at once.  The rest, the embedding, belongs to the root.
 
-    A decoder layer's method `when_sharded`, if there is one, may call `gather_as`.
+    A decoder layer may have a method `when_sharded`, which says how FSDP2 gathers its weights.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
         fully_shard(layer, **options)
-        getattr(layer, "when_sharded", lambda: None)()
+        if hasattr(layer, "when_sharded"):
+            layer.when_sharded()
     # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
-
-
-def gather_as(weight: DTensor, send: Callable, receive: Callable, n_bytes: int) -> None:
-    """Let FSDP2 gather what `send` makes of a process's shard; `receive` takes all that was sent.
-
-    Both are FSDP2's extensions: `send(mesh)` is its `fsdp_pre_all_gather`, and `receive` its
-    `fsdp_post_all_gather`.  n_bytes is what the processes send in one gather, all together.
-
-    FSDP2 asks the local tensor for them before the first forward.  They are attributes of a plain
-    tensor, not methods of a subclass, so the optimizer and a checkpoint see what they always see.
-    """
-    shard = weight._local_tensor  # `to_local` would return another object
-    shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = send, receive
-    shard.gathered_bytes = n_bytes
-
-
-def bytes_gathered(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Return the bytes that all processes together send in one gather of all parameters."""
-    shards = ((getattr(p, "_local_tensor", p), p.nbytes) for p in parameters)
-    return sum(getattr(shard, "gathered_bytes", n_bytes) for shard, n_bytes in shards)
-
-
-def in_backward() -> bool:
-    """Return True if autograd runs a backward now: FSDP2 gathers for it there."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def settle(model: torch.nn.Module) -> None:

@@ -30,7 +30,6 @@ The weights' gradients sum over the tokens.  If these are no multiple of 16, the
 by products of the bf16 tensors, as without FP8.
 
 `Casts.kept` keeps the weights' codes from one micro-batch to the next: two bytes for each number.
-`Casts.gathered` takes the codes of sharded weights from other processes: gathered_codes.py.
 
 All other parts of the model, its weights, their gradients and the optimizer stay in bf16.
 
@@ -38,13 +37,12 @@ Limits: a bias at q, k and v alone, no adapter, no quantized weight, O and I mul
 second derivative.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from kernel_support import outside_autocast, refuse_second_derivative
-from next_steps.layers.gathered_codes import GatheredCodes
 from next_steps.layers.lora_linear import as_matrix
 from next_steps.lessons.fp8_casts import rmsnorm_fp8, swiglu_fp8, swiglu_fp8_backward
 from next_steps.lessons.fp8_kernel import (
@@ -63,30 +61,20 @@ QKV, O, GATE_UP, DOWN = "qkv", "o", "gate, up", "down"  # projections that share
 
 
 class Casts(NamedTuple):
-    """Where the codes of a layer's weights come from."""
+    """Where a layer takes the codes of its weights from."""
 
     kept: dict[str, Rows] | None = None  # the weights' codes, until a step ends; None: none is kept
-    gathered: dict[str, GatheredCodes] | None = None  # sharded weights' codes, by projections
+    gathered: dict[str, Callable[[], Rows]] | None = None  # other processes round: projections.py
 
     def once(self, name: str, make: Callable[[], Rows]) -> Rows:
-        """Return what `make` returns, or what it returned before if that is kept."""
+        """Return what was gathered, or what `make` returned before if that is kept, or returns."""
+        if self.gathered:
+            return self.gathered[name]()
         if self.kept is None:
             return make()
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
-
-    def stacked(self, name: str, weights: Sequence[torch.Tensor]) -> Rows:
-        """Return the weights (O, I), one below the other: Rows (sum of O, I)."""
-        if self.gathered:
-            return self.gathered[name].stacked()
-        return self.once(name, lambda: quantize_stacked(*weights))
-
-    def turned(self, name: str, weights: Sequence[torch.Tensor], scale: torch.Tensor) -> Rows:
-        """Return the same, turned, of one scale (): Rows (I, sum of O)."""
-        if self.gathered:
-            return self.gathered[name].turned(scale)
-        return self.once(f"{name}, turned", lambda: quantize_transposed(*weights, scale=scale))
 
 
 # ---- The products
@@ -98,7 +86,7 @@ class Casts(NamedTuple):
 
 def results(x, weights, casts, name):
     """Return x @ w.t() of Rows x (N, I), for all of the weights: (N, sum of O); and scale."""
-    rows = casts.stacked(name, weights)  # (sum of O, I)
+    rows = casts.once(name, lambda: quantize_stacked(*weights))  # (sum of O, I)
     return fp8_product(x, rows, weights[0].dtype), rows.scales.amax()
 
 
@@ -109,7 +97,9 @@ def bias_gradients(douts, needed):
 
 def fp8_input_gradient(dout, weights, scale, casts, name):
     """Return dx (N, I), the sum over all of the weights, of Rows dout (N, sum of O)."""
-    turned = casts.turned(name, weights, scale)  # (I, sum of O)
+    turned = casts.once(  # (I, sum of O)
+        f"{name}, turned", lambda: quantize_transposed(*weights, scale=scale)
+    )
     return fp8_product(dout, turned, weights[0].dtype)
 
 

@@ -7,24 +7,18 @@ codes, and each pass multiplies other ones:
     backward    one scale, the largest of all projections that share an input, and turned: (I, O).
                 The forward has brought all scales.  So a process can round and turn its rows
 
-So a process rounds its own rows before they travel.  The codes have the bits that each process
-would make of the whole bf16 weight.
-
-FSDP2 makes a parameter of what it gathers.  Here the parameter is a tensor of the weight's shape
-and dtype that has no memory: autograd needs it for the gradient, and reading it is an error.
-
-Limit: a layer that runs again in the backward would need both codes there, as many bytes as bf16.
+So rows are rounded before they travel, to the bits that each process would make of whole weights.
+FSDP2 makes a parameter of what it gathers: here a tensor of the weight's shape and dtype without
+memory.  Autograd needs it for the gradient, and reading it is an error.  Limit: a layer that runs
+again in the backward would need both codes there, which are as many bytes as bf16 has.
 """
 
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import pad
 
-from harness.steps import parallel
 from next_steps.lessons.fp8_kernel import FP8, Rows, quantize_rows, quantize_transposed
 
 
@@ -32,80 +26,71 @@ class GatheredCodes:
     """The weights (O_i, I) of projections that share an input, after `fully_shard`."""
 
     def __init__(self, weights: Sequence[DTensor]):
-        n, n_weights, self.n_cols = weights[0].device_mesh.size(), len(weights), weights[0].shape[1]
-        self.shards = [weight.to_local().detach() for weight in weights]  # (O_i here, I)
-        self.n_rows = [shares_of(len(weight), n) for weight in weights]  # in each process
-        self.codes, self.scales = [None] * n_weights, [None] * n_weights  # FSDP2 frees the memory
-        self.largest = self.shards[0].new_zeros(n_weights, dtype=torch.float32)  # of the scales
+        self.n, self.shapes = weights[0].device_mesh.size(), [weight.shape for weight in weights]
+        self.shards, self.gathered = [], [None] * len(weights)  # FSDP2 frees what it gathered
         self.are_turned, self.unread = False, []
         for i, weight in enumerate(weights):
-            n_bytes = weight.numel() + 4 * len(weight)
-            parallel.gather_as(weight, partial(self.send, i), partial(self.receive, i), n_bytes)
+            # FSDP2 asks this object for both functions before the first forward.  As methods of a
+            # subclass of Tensor they would reach the optimizer, too, and checkpoints.
+            shard = weight._local_tensor
+            shard.fsdp_pre_all_gather = partial(self.send, i)
+            shard.fsdp_post_all_gather = partial(self.receive, i)
+            shard.gathered_bytes = weight.numel() + 4 * len(weight)  # of all: communication.py
+            # the rows of the first process; where others have fewer, FSDP2 has appended zeros
+            whole = -(-len(weight) // self.n), weight.shape[1]
+            self.shards.append(shard.detach().as_strided(whole, (whole[1], 1), 0))
+        self.largest = shard.new_zeros(len(weights), dtype=torch.float32)  # of the scales
 
-    def send(self, i: int, mesh: DeviceMesh) -> tuple[list[torch.Tensor], bool]:
-        """Return a shard's codes and scales, flat, and whether the codes are turned."""
-        turns, n_rows = parallel.in_backward(), self.n_rows[i][0]  # the first has most rows
+    def send(self, i: int, mesh) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+        """Return a shard's codes and scales, and whether the codes are turned."""
+        shard, turns = self.shards[i], torch._C._current_graph_task_id() != -1  # in a backward
         if turns:
-            largest = self.largest.amax()
-            codes, _ = quantize_transposed(self.shards[i], scale=largest)  # (I, O_i here)
-            scales = largest.repeat(n_rows)  # FSDP2 expects as many bytes in each gather
+            codes, _ = quantize_transposed(shard, scale=self.largest.amax())  # (I, O_i here)
+            scales = self.largest.new_zeros(len(shard))  # FSDP2 wants equal sizes in all gathers
         else:
-            codes, scales = quantize_rows(self.shards[i])  # (O_i here, I)
-        wanted = (codes.view(torch.uint8).flatten(), n_rows * self.n_cols), (scales, n_rows)
-        return [t if len(t) == size else pad(t, (0, size - len(t))) for t, size in wanted], turns
+            codes, scales = quantize_rows(shard)  # (O_i here, I)
+        return (codes.view(torch.uint8), scales), turns
 
     def receive(self, i: int, gathered, turned: bool, dtype: torch.dtype, *, out=None):
         """Keep what all processes sent; in the first call return what becomes the parameter."""
-        self.codes[i], self.scales[i] = gathered
-        self.are_turned = turned
+        self.gathered[i], self.are_turned = gathered, turned
         if not turned:
             # here, because a later gather, on another stream, waits for what is launched here
-            torch.amax(self.scales[i], 0, out=self.largest[i])
+            torch.amax(gathered[1], 0, out=self.largest[i])
         if out is None:
-            weight = self.shards[i].new_full((sum(self.n_rows[i]), self.n_cols), torch.nan)
-            self.unread.append(weight)
-            return weight, ()
+            self.unread.append(self.shards[i].new_full(self.shapes[i], torch.nan))
+            return self.unread[-1], ()
 
     def stacked(self) -> Rows:
         """Return the weights, one below the other: Rows (sum of O, I)."""
         self.expect(turned=False)
         while self.unread:
             self.unread.pop().untyped_storage().resize_(0)
-        sizes = list(map(sum, self.n_rows))
-        codes = [t[: size * self.n_cols] for t, size in zip(self.codes, sizes)]
-        scales = [t[:size] for t, size in zip(self.scales, sizes)]
-        return Rows(joined(codes).view(FP8).view(-1, self.n_cols), joined(scales))
+        each = [[t[:n_rows] for t in both] for both, (n_rows, _) in zip(self.gathered, self.shapes)]
+        codes, scales = (joined(parts, 0) for parts in zip(*each))
+        return Rows(codes.view(FP8), scales)
 
-    def turned(self, scale: torch.Tensor) -> Rows:
-        """Return the same weights, turned, of one scale (), the largest: Rows (I, sum of O)."""
+    def turned(self) -> Rows:
+        """Return the same weights, turned, with their largest scale: Rows (I, sum of O)."""
         self.expect(turned=True)
         parts = [
-            part[: n_rows * self.n_cols].view(self.n_cols, n_rows)  # of one process
-            for codes, shares in zip(self.codes, self.n_rows)
-            for part, n_rows in zip(codes.chunk(len(shares)), shares)
+            part[:, : max(n_rows - first * part.shape[1], 0)]  # (I, O_i of one process)
+            for (codes, _), (n_rows, _) in zip(self.gathered, self.shapes)
+            for first, part in enumerate(codes.chunk(self.n))
         ]
-        return Rows(joined(parts, dim=1).view(FP8), scale.repeat(self.n_cols))
+        return Rows(joined(parts, 1).view(FP8), self.largest.amax().repeat(self.shapes[0][1]))
 
     def expect(self, turned: bool) -> None:
-        """Raise a RuntimeError if the codes were gathered for the other pass."""
-        if self.are_turned != turned:
-            given, expected = ("forward", "backward")[:: -1 if self.are_turned else 1]
-            raise RuntimeError(
-                f"FP8 codes were gathered for a {given}, expected a {expected}: "
-                "set what runs again in the backward before fully_shard"
-            )
+        """Raise a RuntimeError if what was gathered is for the other pass."""
+        if turned != self.are_turned:
+            given = f"the gathered codes are turned: {self.are_turned}, expected {turned}"
+            raise RuntimeError(f"{given}: call fully_shard after what lets layers run again")
 
 
-def shares_of(n_rows: int, n: int) -> list[int]:
-    """Return how many rows FSDP2 gives each of n processes."""
-    most = -(-n_rows // n)
-    return [len(range(n_rows)[i * most : (i + 1) * most]) for i in range(n)]
-
-
-def joined(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Return the parts as one tensor; bytes are copied by eights where that is possible."""
+def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Return `torch.cat` of the parts, which is faster where it copies eight bytes at once."""
     if len(parts) == 1:
         return parts[0]
-    if any(part.shape[-1] % 8 for part in parts):
-        return torch.cat(parts, dim)
-    return torch.cat([part.view(torch.int64) for part in parts], dim).view(parts[0].dtype)
+    odd = any(n % 8 for part in parts for n in (part.shape[-1], part.stride(0)))
+    words = parts if odd else [part.view(torch.int64) for part in parts]
+    return torch.cat(words, dim).view(parts[0].dtype)

@@ -139,21 +139,16 @@ class DecoderLayer(torch.nn.Module):
         return residual + out
 
     def when_sharded(self) -> None:
-        """Let FSDP2 gather codes in place of the weights: see parallel.py.
-
-        A layer that recompute.py runs a second time has a forward of its own, and is left alone.
-        """
-        if "forward" in vars(self) or torch.distributed.get_world_size() == 1:
+        """Let FSDP2 gather codes, if this layer does not run again in the backward."""
+        if "forward" in vars(self) or self.gradient_checkpointing:  # recompute.py; transformers
             return
-        gate, up, down = self.of_mlp()
-        sharing = {QKV: self.of_attention(), O: [self.self_attn.o_proj]}
-        sharing |= {GATE_UP: [gate, up], DOWN: [down]}
-        self.casts = Casts(
-            gathered={
-                name: GatheredCodes([each.weight for each in projections])
-                for name, projections in sharing.items()
-            }
-        )
+        *gate_up, down = self.of_mlp()
+        sharing = self.of_attention(), [self.self_attn.o_proj], gate_up, [down]
+        gathered = {}
+        for name, projections in zip((QKV, O, GATE_UP, DOWN), sharing):
+            codes = GatheredCodes([projection.weight for projection in projections])
+            gathered |= {name: codes.stacked, f"{name}, turned": codes.turned}
+        self.casts = Casts(gathered=gathered)
 
 
 FUSED = apply_kernels.CLASSES[apply_kernels.DecoderLayer]
