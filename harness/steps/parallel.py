@@ -74,10 +74,14 @@ def shard(model: torch.nn.Module) -> None:
 
     A unit is a decoder layer.  Norm and head at the end are one more unit; it stays gathered, as
     its backward follows at once.  The rest, the embedding, belongs to the root.
+
+    A decoder layer may have a method `when_sharded`, which says how FSDP2 gathers its weights.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
         fully_shard(layer, **options)
+        if hasattr(layer, "when_sharded"):
+            layer.when_sharded()
     # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
