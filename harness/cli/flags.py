@@ -20,7 +20,7 @@ from typing import NamedTuple
 from harness.cli import command_line
 from harness.cli.adapter_config import LORA_TARGETS, lora_targets
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.processes import PARALLEL, world_size
+from harness.cli.processes import AUTO, PARALLEL, world_size
 
 # ---------------------------------------------------------------- words that flags take
 
@@ -129,8 +129,10 @@ OF_TRAINING = {
     "--offload": switch("what a layer keeps for the backward waits in the host's memory"),
     "--cuda-graph": switch("record a step once and replay it, so that each is one launch"),
     "--parallel": row(
-        "fsdp gives each process a share of every parameter (the default), ddp all of them",
-        choices=PARALLEL,
+        "what a process holds. ddp: every parameter; fsdp: a share of each; fsdp-kept: a share, "
+        "whole from forward to backward; auto, the default: the first that fits of ddp, fsdp-kept "
+        "and fsdp",
+        choices=(AUTO, *PARALLEL),
     ),
     "--json": row("write the run as a JSON record", metavar="FILE"),
     **OF_LORA,

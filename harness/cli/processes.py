@@ -5,7 +5,9 @@ Imports no PyTorch: flags are read with it.  What processes do together: paralle
 
 import os
 
-FSDP, DDP = PARALLEL = "fsdp", "ddp"
+# how a step is spread over processes, what needs most memory first; AUTO stands for one of them
+DDP, KEPT, FSDP = PARALLEL = "ddp", "fsdp-kept", "fsdp"
+AUTO = "auto"
 
 
 def world_size() -> int:

@@ -4,12 +4,14 @@
     called = wrap(model, workload)   # call this in the model's place
     gather(number)                   # return that number of each process
 
-`ddp` keeps the whole model in each process, `fsdp` a share of every parameter.  Both average
-gradients over the processes (docs/several_gpus.md).  In one process nothing here does anything.
+`ddp` keeps the whole model in each process, `fsdp` a share of every parameter; `fsdp-kept` gathers
+it once a step.  All average gradients over the processes (docs/several_gpus.md).  In one process
+nothing here does anything.
 """
 
 import contextlib
 import datetime
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -20,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli.command_line import PICK_A_GPU, UserError
 from harness.cli.device import DEVICE, HAS_GPU, list_gpus
-from harness.cli.processes import DDP, FSDP, is_first, world_size
+from harness.cli.processes import DDP, KEPT, is_first, world_size
 from harness.cli.workload import Workload
 
 # a process that waits longer for the others gives up; loading a large model may take minutes
 TIMEOUT = datetime.timedelta(minutes=10)
+COPIES = "set_symm_mem_for_comm"  # of FSDPModule, from PyTorch 2.13 on
 
 
 def start(workload: Workload) -> None:
@@ -46,6 +49,8 @@ def start(workload: Workload) -> None:
         torch.cuda.set_device(here)
     if torch.distributed.is_initialized():
         return
+    if can_copy():
+        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL reads it when it starts
     try:
         torch.distributed.init_process_group("nccl" if HAS_GPU else "gloo", timeout=TIMEOUT)
     except ValueError as error:  # a variable is missing
@@ -56,7 +61,7 @@ def start(workload: Workload) -> None:
 def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Return what is called in the model's place: it averages the gradients over the processes.
 
-    `fsdp` makes the model's parameters DTensors, of which each process holds a share.  So apply all
+    FSDP2 makes the model's parameters DTensors, of which each process holds a share.  So apply all
     patches before, make the optimizer afterwards, and before the model is called: a validation
     leaves some parameters gathered.
     """
@@ -64,24 +69,38 @@ def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
         # quantized weights, are the same in all processes and need not be sent in each forward.
         return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if workload.parallel == FSDP:
-        shard(model)
+    if workload.parallel is not None:
+        shard(model, keep=workload.parallel == KEPT)
     return model
 
 
-def shard(model: torch.nn.Module) -> None:
+def shard(model: torch.nn.Module, keep: bool = False) -> None:
     """Shard a model by FSDP2: each unit is gathered when it is about to run.
 
-    A unit is a decoder layer.  Norm and head at the end are one more unit; it stays gathered, as
-    its backward follows at once.  The rest, the embedding, belongs to the root.
+    A unit is a decoder layer; with `keep` it stays gathered until its backward.  Norm and head
+    at the end are one more unit; it stays gathered, as its backward follows at once.  The rest, the
+    embedding, belongs to the root.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=not keep, **options)
     # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    for module in model.modules() if can_copy() else ():
+        getattr(module, COPIES, bool)()  # of a unit
+
+
+def can_copy() -> bool:
+    """Return True if the copy engines of this host's GPUs can gather, without multiprocessors.
+
+    NCCL has them gather from symmetric memory if NCCL_CTA_POLICY is 2.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    gpus = itertools.permutations(range(world_size()), 2)
+    known = here and HAS_GPU and hasattr(FSDPModule, COPIES)
+    return known and all(itertools.starmap(torch.cuda.can_device_access_peer, gpus))
 
 
 def settle(model: torch.nn.Module) -> None:
