@@ -68,8 +68,11 @@ def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     if workload.parallel == DDP:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
         # quantized weights, are the same in all processes and need not be sent in each forward.
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if workload.parallel is not None:
+        model = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        settle(model)
+    elif workload.parallel is not None:
         shard(model, keep=workload.parallel == KEPT)
     return model
 
@@ -103,18 +106,18 @@ def can_copy() -> bool:
     return known and all(itertools.starmap(torch.cuda.can_device_access_peer, gpus))
 
 
-def settle(model: torch.nn.Module) -> None:
-    """Let DDP group its gradients as after a first step, for a run that goes on with a later one.
+def settle(model: DistributedDataParallel) -> None:
+    """Let DDP group its gradients as after a first step, by a backward that counts for nothing.
 
     In the first step DDP sends all gradients together, later in buckets, by when they are ready.
     Where a gradient lies decides in which order the processes' parts of it are added.  Of two parts
-    any order has the same bits; of more it has not.  So those processes take a backward here that
-    counts for nothing.  Load the weights and the optimizer's state afterwards.
+    any order has the same bits; of more it has not, and a run that goes on must have those of a
+    later step.  NCCL may also hold the first bucket until the second step has made the others: here
+    before there are an optimizer's moments.
     """
-    if world_size() > 2 and isinstance(model, DistributedDataParallel):
-        ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad()
+    ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,6 @@ def train_with_kernels(
         if checkpoints.is_asked:
             checkpoint.refuse_random_numbers(model)
         if before:
-            parallel.settle(called)
             checkpoint.load_checkpoint(model, optimizer, path, before)
         more = layers_in_fp8(model, workload)
         run = Run(name, workload, model, record_to, save_to, more, resumed=before)

@@ -3,8 +3,7 @@
 The ledger of one process's step says what exists at each moment (memory_ledger.py).  `peaks` puts
 what a way needs in the place of that process's weights, moments and gradients:
 
-    ddp          All are whole.  The gradients' buckets are always there, and count twice: NCCL may
-                 hold the first step's until the second step has made its own.
+    ddp          All are whole, and the gradients' buckets are always there.
     fsdp         A share of each.  Whole are the root's weights, those of the unit that runs, and
                  the gradients of the unit before, which are reduced meanwhile.
     fsdp-kept    The same, but a layer's weights are whole from its forward to its backward.
@@ -56,8 +55,9 @@ def peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
 
     An opponent counts as the baseline, which needs more.
     """
-    alone = replaced(parallel, world_size=lambda: 1)  # the ledger's process
-    with alone, replaced(torch.distributed, is_initialized=lambda: False):
+    # the ledger's process is alone
+    a, b = {"world_size": lambda: 1}, {"is_initialized": lambda: False}
+    with replaced(parallel, **a), replaced(torch.distributed, **b):
         ledger = run_step(config, workload)
     inner, n, n_layers = ledger.model.model, workload.world_size, config.num_hidden_layers
     # FSDP2's units, and the gradients of each
@@ -83,7 +83,7 @@ def peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
             before = of_head if number == n_layers else of_layer
             sent = widening * before
             whole += before + sent + (sent + before) // n
-        now = {DDP: alone + 2 * of_all, KEPT: whole + kept, FSDP: whole + gathered}
+        now = {DDP: alone + of_all, KEPT: whole + kept, FSDP: whole + gathered}
         if phase == "optimizer":
             now = {DDP: sum(at.values()), **dict.fromkeys((KEPT, FSDP), sum(at.values()) // n)}
         found = {way: max(found[way], now[way]) for way in PARALLEL}
