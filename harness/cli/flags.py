@@ -129,9 +129,8 @@ OF_TRAINING = {
     "--offload": switch("what a layer keeps for the backward waits in the host's memory"),
     "--cuda-graph": switch("record a step once and replay it, so that each is one launch"),
     "--parallel": row(
-        "what a process holds. ddp: every parameter; fsdp: a share of each; fsdp-kept: a share, "
-        "whole from forward to backward; auto, the default: the first that fits of ddp, fsdp-kept "
-        "and fsdp",
+        "ddp gives each process all parameters, fsdp a share, fsdp-kept a share that is gathered "
+        "once a step; auto takes the first of ddp, fsdp-kept, fsdp that fits (the default)",
         choices=(AUTO, *PARALLEL),
     ),
     "--json": row("write the run as a JSON record", metavar="FILE"),

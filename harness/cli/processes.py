@@ -5,9 +5,8 @@ Imports no PyTorch: flags are read with it.  What processes do together: paralle
 
 import os
 
-# how a step is spread over processes, what needs most memory first; AUTO stands for one of them
-DDP, KEPT, FSDP = PARALLEL = "ddp", "fsdp-kept", "fsdp"
-AUTO = "auto"
+DDP, KEPT, FSDP = PARALLEL = "ddp", "fsdp-kept", "fsdp"  # what needs most memory first
+AUTO = "auto"  # stands for the first that fits
 
 
 def world_size() -> int:

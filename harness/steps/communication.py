@@ -39,9 +39,8 @@ def expected(model: torch.nn.Module, workload: Workload) -> dict:
 def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]:
     """Return the bytes that a process receives in a step, by operation.
 
-    A decoder layer's weights are gathered for the forward and, if they are not kept, for the
-    backward, all other weights once.  Each micro-batch gathers again.  The last micro-batch reduces
-    the gradients.
+    A decoder layer's weights are gathered for the forward and, if not kept, for the backward, all
+    other weights once.  Each micro-batch gathers again.  The last one reduces the gradients.
     """
     n = workload.world_size
     if workload.parallel == DDP:

@@ -4,9 +4,8 @@
     called = wrap(model, workload)   # call this in the model's place
     gather(number)                   # return that number of each process
 
-`ddp` keeps the whole model in each process, `fsdp` a share of every parameter; `fsdp-kept` gathers
-it once a step.  All average gradients over the processes (docs/several_gpus.md).  In one process
-nothing here does anything.
+`ddp` keeps the whole model in each process, `fsdp` and `fsdp-kept` a share of every parameter.  All
+average gradients over the processes (docs/several_gpus.md).  In one process nothing here happens.
 """
 
 import contextlib
@@ -50,7 +49,7 @@ def start(workload: Workload) -> None:
     if torch.distributed.is_initialized():
         return
     if can_copy():
-        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # NCCL reads it when it starts
+        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # zero multiprocessors
     try:
         torch.distributed.init_process_group("nccl" if HAS_GPU else "gloo", timeout=TIMEOUT)
     except ValueError as error:  # a variable is missing
@@ -68,10 +67,8 @@ def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     if workload.parallel == DDP:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
         # quantized weights, are the same in all processes and need not be sent in each forward.
-        model = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-        settle(model)
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        settle(model := DistributedDataParallel(model, **options))
     elif workload.parallel is not None:
         shard(model, keep=workload.parallel == KEPT)
     return model
@@ -80,9 +77,8 @@ def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
 def shard(model: torch.nn.Module, keep: bool = False) -> None:
     """Shard a model by FSDP2: each unit is gathered when it is about to run.
 
-    A unit is a decoder layer; with `keep` it stays gathered until its backward.  Norm and head
-    at the end are one more unit; it stays gathered, as its backward follows at once.  The rest, the
-    embedding, belongs to the root.
+    A unit is a decoder layer; with `keep` it stays gathered until its backward.  So does one more,
+    norm and head, whose backward follows at once.  The rest, the embedding, belongs to the root.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
@@ -96,24 +92,20 @@ def shard(model: torch.nn.Module, keep: bool = False) -> None:
 
 
 def can_copy() -> bool:
-    """Return True if the copy engines of this host's GPUs can gather, without multiprocessors.
-
-    NCCL has them gather from symmetric memory if NCCL_CTA_POLICY is 2.
-    """
-    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    """Return True if NCCL can gather by this host's copy engines, which leaves all cores free."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     gpus = itertools.permutations(range(world_size()), 2)
-    known = here and HAS_GPU and hasattr(FSDPModule, COPIES)
-    return known and all(itertools.starmap(torch.cuda.can_device_access_peer, gpus))
+    reach = itertools.starmap(torch.cuda.can_device_access_peer, gpus)
+    return alone and HAS_GPU and hasattr(FSDPModule, COPIES) and all(reach)
 
 
 def settle(model: DistributedDataParallel) -> None:
     """Let DDP group its gradients as after a first step, by a backward that counts for nothing.
 
     In the first step DDP sends all gradients together, later in buckets, by when they are ready.
-    Where a gradient lies decides in which order the processes' parts of it are added.  Of two parts
-    any order has the same bits; of more it has not, and a run that goes on must have those of a
-    later step.  NCCL may also hold the first bucket until the second step has made the others: here
-    before there are an optimizer's moments.
+    Where a gradient lies decides in which order the processes' parts of it are added, and so the
+    last bits.  A run that goes on has those of a later step.  Also, NCCL may hold the first bucket
+    when the others are made: here there are no moments yet.
     """
     ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -15,32 +15,30 @@ import torch
 from transformers import PreTrainedConfig
 
 from harness.cli.device import DEVICE, HAS_GPU
-from harness.cli.processes import AUTO, DDP, FSDP, KEPT, PARALLEL
+from harness.cli.processes import AUTO, DDP, FSDP, PARALLEL
 from harness.cli.workload import Workload
 from harness.model.architecture import TORCH_DTYPES
 from harness.steps import parallel
 from harness.steps.communication import REDUCED, bytes_of
 from harness.steps.launches import replaced
+from harness.steps.stepping import trained
 from next_steps.memory.memory_estimate import CUBLAS_WORKSPACE, try_kernels
 from next_steps.memory.memory_ledger import GRADIENTS, PARAMETERS, STATE
 from next_steps.memory.meta_step import run_step
 from next_steps.memory.peak_attribution import history, windows
 
-# Of a GPU's memory.  results/longest_baseline.json: one H200 took tensors up to 97.6 % of it.  The
-# rest were the CUDA context and pieces that are too small.  NCCL's buffers come on top.
+# Of a GPU's memory.  Alone an H200 took up to 97.6 % (results/longest_baseline.json); the context
+# and pieces that are too small took the rest.  Here NCCL's buffers come on top.
 USED = 0.94
 
 
 def start(workload: Workload) -> Workload:
-    """Let the processes find one another; return the workload with the way that `auto` takes.
-
-    The smallest GPU counts, so all processes take the same.
-    """
+    """Let the processes find one another; return the workload with the way that `auto` takes."""
     parallel.start(workload)
     if workload.parallel != AUTO:
         return workload
     way, why = DDP, "without a GPU nothing has to fit"
-    if HAS_GPU:
+    if HAS_GPU:  # the smallest decides, so all processes take the same
         (total,) = min(parallel.gather(torch.cuda.get_device_properties(DEVICE).total_memory))
         needed = peaks(try_kernels(workload), workload)
         way = next((each for each in PARALLEL if needed[each] <= USED * total), FSDP)
@@ -51,46 +49,34 @@ def start(workload: Workload) -> Workload:
 
 
 def peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
-    """Return the most bytes that each of `workload.world_size` processes allocates, by way.
-
-    An opponent counts as the baseline, which needs more.
-    """
-    # the ledger's process is alone
-    a, b = {"world_size": lambda: 1}, {"is_initialized": lambda: False}
-    with replaced(parallel, **a), replaced(torch.distributed, **b):
+    """Return the most bytes that a process allocates, by way; an opponent's as the baseline's."""
+    with replaced(parallel, world_size=lambda: 1), replaced(torch.distributed, is_initialized=bool):
         ledger = run_step(config, workload)
-    inner, n, n_layers = ledger.model.model, workload.world_size, config.num_hidden_layers
-    # FSDP2's units, and the gradients of each
-    layer, of_layer = sizes(inner.layers[0])
-    head, of_head = sizes(inner.norm, ledger.model.lm_head)
-    root, of_all = sizes(inner.embed_tokens)[0], sizes(ledger.model)[1]
+    model, n, n_layers = ledger.model, workload.world_size, config.num_hidden_layers
+    units = model.model.layers[0], model.lm_head, model.model.embed_tokens, model
+    layer, head, root, _ = (bytes_of(unit.parameters()) for unit in units)
+    of_layer, of_head, _, of_all = (bytes_of(trained(unit)) for unit in units)  # gradients
     widening = REDUCED.itemsize // TORCH_DTYPES[workload.dtype].itemsize
     parts, found = history(ledger, 2 * CUBLAS_WORKSPACE), dict.fromkeys(PARALLEL, 0)
     for window in windows(ledger, parts):
         at = {part: values[window.highest] for part, values in parts.items()}
-        alone, made, (phase, number) = sum(at.values()), at[GRADIENTS], window.sample.stage
-        shared = at[PARAMETERS] + at[STATE] + made
-        whole = alone - shared + shared // n + root
-        if workload.accumulate:  # sums over micro-batches are whole until the last one
-            whole += widening * of_all
-        else:  # each gradient goes into its bucket at once
-            alone -= max(0, made - max(of_layer, of_head))
-        kept = layer * (n_layers if number is None else number)
-        gathered = min(kept, layer)
-        if number is None:  # the head's gradient may be made with the loss
-            whole, gathered = whole + head + min(made, of_head), 0
-        elif phase == "backward":
-            before = of_head if number == n_layers else of_layer
-            sent = widening * before
-            whole += before + sent + (sent + before) // n
-        now = {DDP: alone + of_all, KEPT: whole + kept, FSDP: whole + gathered}
+        ddp, made, (phase, number) = sum(at.values()), at[GRADIENTS], window.sample.stage
         if phase == "optimizer":
-            now = {DDP: sum(at.values()), **dict.fromkeys((KEPT, FSDP), sum(at.values()) // n)}
-        found = {way: max(found[way], now[way]) for way in PARALLEL}
+            kept = fsdp = ddp // n
+        else:
+            shared = at[PARAMETERS] + at[STATE] + made
+            whole = ddp - shared + shared // n + root
+            if number is None:  # the head's gradient may be made with the loss
+                whole += head + min(made, of_head)
+            elif phase == "backward":
+                before = of_head if number == n_layers else of_layer
+                whole += before + widening * before + (widening + 1) * before // n
+            if workload.accumulate:  # sums over micro-batches are whole until the last one
+                whole += widening * of_all
+            else:  # each gradient goes into its bucket at once
+                ddp -= max(0, made - max(of_layer, of_head))
+            ddp += of_all
+            kept = whole + layer * (n_layers if number is None else number)
+            fsdp = whole + layer * bool(number)
+        found = {way: max(found[way], now) for way, now in zip(PARALLEL, (ddp, kept, fsdp))}
     return found
-
-
-def sizes(*modules: torch.nn.Module) -> tuple[int, int]:
-    """Return the bytes of the modules' weights and of their gradients."""
-    own = [p for module in modules for p in module.parameters()]
-    return bytes_of(own), bytes_of(p for p in own if p.requires_grad)
