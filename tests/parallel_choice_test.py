@@ -135,7 +135,7 @@ def test_gpus_copy_if_they_reach_each_other_on_one_host(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "HAS_GPU", True)
-    monkeypatch.setattr(parallel.FSDPModule, parallel.COPIES, None, raising=False)
+    monkeypatch.setattr(parallel.FSDPModule, "set_symm_mem_for_comm", None, raising=False)
     monkeypatch.setattr(
         torch.cuda, "can_device_access_peer", lambda *two: reached.append(two) or True
     )

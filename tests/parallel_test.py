@@ -25,6 +25,7 @@ from tests.two_processes import by, made_once, one_gpu_is_too_few
 from tests.warm_processes import HERE, torchrun
 
 STANDALONE = ["--standalone", "--nproc-per-node", "2"]
+ROUNDING = 2**-24  # of a number in fp32
 SECONDS = 60  # in which those end that wait for one that is gone
 pytestmark = one_gpu_is_too_few
 WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
@@ -106,15 +107,27 @@ def hold_equally_exact(one: Path, other: Path, exact: Path) -> None:
     assert 0 < error <= 2 * of_one, f"off by {error:.1e} on average, one process by {of_one:.1e}"
 
 
+def losses_of(record: dict) -> torch.Tensor:
+    keys = "validation_loss_before", "validation_loss_after"
+    return torch.tensor([*record["losses"], *(record[key] for key in keys)], dtype=torch.float64)
+
+
 def hold_equal(one: Path, several: Path, case: str) -> dict:
-    """Losses to 1e-6 of themselves, and `hold_equally_exact`; returns the record of several."""
+    """Losses and parameters are as exact as one process's; returns the record of several.
+
+    A loss may be twice as far from float64's as one process's least exact one, and one rounding of
+    fp32 for each part that is added to it: every process has one of each micro-batch.
+    """
     runs = one / f"one-{case.partition('-')[2]}", several / case
-    first, other = (json.loads(run.with_suffix(".json").read_text()) for run in runs)
-    for key in ("losses", "validation_loss_before", "validation_loss_after"):
-        assert other[key] == pytest.approx(first[key], rel=1e-6), key
+    exact = one / f"one-exact-{case.split('-')[2]}"
+    paths = (run.with_suffix(".json") for run in (*runs, exact))
+    first, other, right = (json.loads(path.read_text()) for path in paths)
+    of_one, off = ((losses_of(each) / losses_of(right) - 1).abs() for each in (first, other))
+    parts = other["world_size"] * other.get("accumulate", 1)
+    assert off.max() <= 2 * of_one.max() + ROUNDING * parts, (of_one, off)
     assert first["losses"][-1] != pytest.approx(first["losses"][0], rel=1e-3)
     assert other["tokens"] == first["tokens"]
-    hold_equally_exact(*runs, one / f"one-exact-{case.split('-')[2]}")
+    hold_equally_exact(*runs, exact)
     config = json.loads((several / case / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     return other

@@ -26,7 +26,6 @@ from harness.cli.workload import Workload
 
 # a process that waits longer for the others gives up; loading a large model may take minutes
 TIMEOUT = datetime.timedelta(minutes=10)
-COPIES = "set_symm_mem_for_comm"  # of FSDPModule, from PyTorch 2.13 on
 
 
 def start(workload: Workload) -> None:
@@ -88,24 +87,23 @@ def shard(model: torch.nn.Module, keep: bool = False) -> None:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
     for module in model.modules() if can_copy() else ():
-        getattr(module, COPIES, bool)()  # of a unit
+        getattr(module, "set_symm_mem_for_comm", bool)()  # of a unit
 
 
 def can_copy() -> bool:
-    """Return True if NCCL can gather by this host's copy engines, which leaves all cores free."""
+    """Return True if NCCL and PyTorch (2.13) can gather by this host's copy engines alone."""
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     gpus = itertools.permutations(range(world_size()), 2)
     reach = itertools.starmap(torch.cuda.can_device_access_peer, gpus)
-    return alone and HAS_GPU and hasattr(FSDPModule, COPIES) and all(reach)
+    return alone and HAS_GPU and hasattr(FSDPModule, "set_symm_mem_for_comm") and all(reach)
 
 
 def settle(model: DistributedDataParallel) -> None:
     """Let DDP group its gradients as after a first step, by a backward that counts for nothing.
 
     In the first step DDP sends all gradients together, later in buckets, by when they are ready.
-    Where a gradient lies decides in which order the processes' parts of it are added, and so the
-    last bits.  A run that goes on has those of a later step.  Also, NCCL may hold the first bucket
-    when the others are made: here there are no moments yet.
+    Where a gradient lies decides how its parts are added, and a run that goes on has a later step's
+    bits.  NCCL may hold the first bucket when the others are made: here there are no moments yet.
     """
     ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -122,7 +122,8 @@ def measure_ways(
     from harness.profiling import profiler
     from next_steps.memory import parallel_choice
 
-    workload = parallel_choice.start(workload)  # by the baseline's largest step
+    largest = replace(workload, **HOW[ways[0]])  # with the way that needs most memory
+    workload = replace(workload, parallel=parallel_choice.start(largest).parallel)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     record = {
