@@ -219,7 +219,7 @@ def main() -> None:
     if workload.parallel:
         from next_steps.memory import parallel_choice
 
-        workload = parallel_choice.start(workload)
+        workload = parallel_choice.start_processes(workload)
     if args.trace is None:
         args.trace = default_trace(workload)
     check_outputs(args)

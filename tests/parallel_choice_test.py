@@ -32,7 +32,7 @@ def predicted(way: str, batch_size: int, seq_len: int, world_size: int = 2) -> d
     workload = Workload(
         batch_size=batch_size, seq_len=seq_len, kernels=kernels, world_size=world_size
     )
-    return parallel_choice.peaks(architecture.llama_3_1_8b_config(), workload)
+    return parallel_choice.predicted_peaks(architecture.llama_3_1_8b_config(), workload)
 
 
 @pytest.mark.exhaustive
@@ -62,7 +62,7 @@ def test_micro_batches_keep_whole_sums():
     """In DDP beside the buckets; in FSDP2 in fp32."""
     config = architecture.tiny_config()
     one, three = (
-        parallel_choice.peaks(
+        parallel_choice.predicted_peaks(
             config, Workload(dtype="bf16", seq_len=64, world_size=2, accumulate=n)
         )
         for n in (None, 3)
@@ -83,14 +83,14 @@ def on_gpus(monkeypatch, capsys):
         monkeypatch.setattr(parallel_choice, "HAS_GPU", True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(parallel, "gather", lambda own: [(own,), *((t,) for t in totals[1:])])
-        taken = parallel_choice.start(tiny_workload())
+        taken = parallel_choice.start_processes(tiny_workload())
         assert taken.as_record()["parallel"] == taken.parallel
         return taken.parallel, capsys.readouterr().out
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(parallel, "start", lambda workload: None)
     needed = {"ddp": 90e9, "fsdp-kept": 69e9, "fsdp": 55e9}
-    monkeypatch.setattr(parallel_choice, "peaks", lambda config, workload: needed)
+    monkeypatch.setattr(parallel_choice, "predicted_peaks", lambda config, workload: needed)
     return take
 
 
@@ -108,7 +108,7 @@ def test_the_smallest_gpu_decides_for_all(on_gpus):
 
 def test_a_way_that_was_asked_for_is_taken(on_gpus, monkeypatch):
     asked = tiny_workload("--parallel", "fsdp")
-    assert parallel_choice.start(asked) == asked and asked.parallel == "fsdp"
+    assert parallel_choice.start_processes(asked) == asked and asked.parallel == "fsdp"
 
 
 class Unit(torch.nn.Linear):

@@ -37,7 +37,7 @@ def train_with_kernels(
     checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> dict:
     """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
-    workload = parallel_choice.start(workload)
+    workload = parallel_choice.start_processes(workload)
     with checkpoints.folder_locked():
         resumes = checkpoints.resume is not None
         path, before = (

@@ -201,7 +201,7 @@ def train_opponent(
     workload: Workload, record_to: str | None = None, save_to: str | None = None
 ) -> dict:
     """Fine-tune as the workload's opponent does it; return the record."""
-    workload = parallel_choice.start(replace(workload, kernels=()))
+    workload = parallel_choice.start_processes(replace(workload, kernels=()))
     look_at_data(workload)
     model, called, optimizer = prepare_opponent(workload)
     run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)

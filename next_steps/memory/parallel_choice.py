@@ -1,7 +1,7 @@
 """Which way to spread a step over several GPUs?  `auto` takes the first that fits.
 
-The ledger of one process's step says what exists at each moment (memory_ledger.py).  `peaks` puts
-what a way needs in the place of that process's weights, moments and gradients:
+The ledger of one process's step says what exists at each moment (memory_ledger.py).  What a way
+needs takes the place of that process's weights, moments and gradients:
 
     ddp          All are whole, and the gradients' buckets are always there.
     fsdp         A share of each.  Whole are the root's weights, those of the unit that runs, and
@@ -32,7 +32,7 @@ from next_steps.memory.peak_attribution import history, windows
 USED = 0.94
 
 
-def start(workload: Workload) -> Workload:
+def start_processes(workload: Workload) -> Workload:
     """Let the processes find one another; return the workload with the way that `auto` takes."""
     parallel.start(workload)
     if workload.parallel != AUTO:
@@ -40,7 +40,7 @@ def start(workload: Workload) -> Workload:
     way, why = DDP, "without a GPU nothing has to fit"
     if HAS_GPU:  # the smallest decides, so all processes take the same
         (total,) = min(parallel.gather(torch.cuda.get_device_properties(DEVICE).total_memory))
-        needed = peaks(try_kernels(workload), workload)
+        needed = predicted_peaks(try_kernels(workload), workload)
         way = next((each for each in PARALLEL if needed[each] <= USED * total), FSDP)
         words = ", ".join(f"{each} {n_bytes / 1e9:.1f}" for each, n_bytes in needed.items())
         why = f"{USED * total / 1e9:.1f} GB may be filled; predicted: {words}"
@@ -48,7 +48,7 @@ def start(workload: Workload) -> Workload:
     return replace(workload, parallel=way)
 
 
-def peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
+def predicted_peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
     """Return the most bytes that a process allocates, by way; an opponent's as the baseline's."""
     with replaced(parallel, world_size=lambda: 1), replaced(torch.distributed, is_initialized=bool):
         ledger = run_step(config, workload)

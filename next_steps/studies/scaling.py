@@ -123,7 +123,7 @@ def measure_ways(
     from next_steps.memory import parallel_choice
 
     largest = replace(workload, **HOW[ways[0]])  # with the way that needs most memory
-    workload = replace(workload, parallel=parallel_choice.start(largest).parallel)
+    workload = replace(workload, parallel=parallel_choice.start_processes(largest).parallel)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     record = {
