@@ -217,6 +217,10 @@ def main() -> None:
     from harness.cli.device import HAS_GPU
 
     workload = Workload.from_flags(args, HAS_GPU)
+    if workload.parallel:
+        from next_steps.memory import parallel_choice
+
+        workload = parallel_choice.start_processes(workload)
     if args.trace is None:
         args.trace = default_trace(workload)
     check_outputs(args)
@@ -224,9 +228,6 @@ def main() -> None:
         from next_steps.patches.projections import require_fp8
 
         require_fp8()
-    from harness.steps import parallel
-
-    parallel.start(workload)
     if not HAS_GPU:
         print(NO_GPU_NOTE + "\n")
     record = profile_training(workload, args.trace, args.stacks)

@@ -21,7 +21,7 @@ from harness.steps import communication, parallel, stepping
 from harness.steps.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.two_processes import in_two_processes, one_gpu_is_too_few
 
-CASES = [("fsdp", 1), ("fsdp", 3), ("ddp", 1), ("ddp", 3)]  # micro-batches
+CASES = [("fsdp", 1), ("fsdp", 3), ("fsdp-kept", 3), ("ddp", 1), ("ddp", 3)]  # micro-batches
 # what is whole after an all-gather, or was before a reduce-scatter, is the larger argument
 WATCHED = {"c10d::_allgather_base_": ALL_GATHER, "c10d::_reduce_scatter_base_": REDUCE_SCATTER}
 

@@ -25,12 +25,15 @@ from tests.two_processes import by, made_once, one_gpu_is_too_few
 from tests.warm_processes import HERE, torchrun
 
 STANDALONE = ["--standalone", "--nproc-per-node", "2"]
+ROUNDING = 2**-24  # of a number in fp32
 SECONDS = 60  # in which those end that wait for one that is gone
 pytestmark = one_gpu_is_too_few
 WAYS = [f"{kernels}-{accumulate}" for kernels in ("baseline", "kernels") for accumulate in (1, 3)]
 MORE = ["baseline-1-norm", "baseline-1-mlp", "baseline-1-layer", "kernels-1-layer"]
-EQUAL = [f"{each}-{way}" for way in WAYS for each in processes.PARALLEL]
-EQUAL += [f"fsdp-{way}" for way in MORE]
+# a case is named WAY-KERNELS-MICRO_BATCHES-RECOMPUTE
+BY_WAY = {"ddp": WAYS, "fsdp": WAYS + MORE, "fsdp_kept": [WAYS[1], WAYS[2], MORE[3]]}
+AUTO_AND_FSDP = [("auto", "ddp"), ("fsdp", "fsdp")]  # the tiny model fits
+EQUAL = [f"{way}-{case}" for way, cases in BY_WAY.items() for case in cases]
 
 
 def started(*command: str) -> subprocess.Popen:
@@ -55,6 +58,10 @@ def run_of(n: int, *command: str) -> str:
 def trained(folder: Path, n: int, batch_size: int, cases: list[str]) -> None:
     command = ["-m", "tests.several_processes", "train", str(folder), str(batch_size), *cases]
     run_of(n, *command)
+
+
+def way_of(case: str) -> str:
+    return case.partition("-")[0].replace("_", "-")
 
 
 def write_data(folder: Path) -> None:
@@ -100,15 +107,27 @@ def hold_equally_exact(one: Path, other: Path, exact: Path) -> None:
     assert 0 < error <= 2 * of_one, f"off by {error:.1e} on average, one process by {of_one:.1e}"
 
 
+def losses_of(record: dict) -> torch.Tensor:
+    keys = "validation_loss_before", "validation_loss_after"
+    return torch.tensor([*record["losses"], *(record[key] for key in keys)], dtype=torch.float64)
+
+
 def hold_equal(one: Path, several: Path, case: str) -> dict:
-    """Losses to 1e-6 of themselves, and `hold_equally_exact`; returns the record of several."""
+    """Losses and parameters are as exact as one process's; returns the record of several.
+
+    A loss may be twice as far from float64's as one process's least exact one, and one rounding of
+    fp32 for each part that is added to it: every process has one of each micro-batch.
+    """
     runs = one / f"one-{case.partition('-')[2]}", several / case
-    first, other = (json.loads(run.with_suffix(".json").read_text()) for run in runs)
-    for key in ("losses", "validation_loss_before", "validation_loss_after"):
-        assert other[key] == pytest.approx(first[key], rel=1e-6), key
+    exact = one / f"one-exact-{case.split('-')[2]}"
+    paths = (run.with_suffix(".json") for run in (*runs, exact))
+    first, other, right = (json.loads(path.read_text()) for path in paths)
+    of_one, off = ((losses_of(each) / losses_of(right) - 1).abs() for each in (first, other))
+    parts = other["world_size"] * other.get("accumulate", 1)
+    assert off.max() <= 2 * of_one.max() + ROUNDING * parts, (of_one, off)
     assert first["losses"][-1] != pytest.approx(first["losses"][0], rel=1e-3)
     assert other["tokens"] == first["tokens"]
-    hold_equally_exact(*runs, one / f"one-exact-{case.split('-')[2]}")
+    hold_equally_exact(*runs, exact)
     config = json.loads((several / case / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     return other
@@ -119,7 +138,7 @@ def hold_equal(one: Path, several: Path, case: str) -> dict:
 def test_two_processes_with_half_the_batch_equal_one_with_the_whole(by_one_and_two, case):
     by_one, by_two = by_one_and_two / "1", by_one_and_two / "2"
     record = hold_equal(by_one, by_two, case)
-    assert (record["world_size"], record["parallel"]) == (2, case.partition("-")[0])
+    assert (record["world_size"], record["parallel"]) == (2, way_of(case))
     assert record["tokens_per_second_per_gpu"] == record["tokens_per_second"] / 2
     one = json.loads((by_one / f"one-{case.partition('-')[2]}.json").read_text())
     assert not Workload.from_record(one).differences(Workload.from_record(record))
@@ -127,7 +146,7 @@ def test_two_processes_with_half_the_batch_equal_one_with_the_whole(by_one_and_t
 
 def train_in_fp8_by_one_and_two(folder: Path) -> None:
     """Sixteen tokens in each process: fewer have weights' gradients in no FP8."""
-    train_by_each(folder, 4, {1: ["one-fp8-1"], 2: ["fsdp-fp8-1", "ddp-fp8-1"]})
+    train_by_each(folder, 4, {1: ["one-fp8-1"], 2: [f"{way}-fp8-1" for way in BY_WAY]})
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +155,7 @@ def in_fp8(tmp_path_factory) -> Path:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", processes.PARALLEL)
+@pytest.mark.parametrize("way", BY_WAY)
 def test_two_processes_in_fp8_train_what_one_trains(in_fp8, way):
     """Not to the bit: each moves its tokens' gradients to the largest scale of its own.
 
@@ -164,7 +183,7 @@ def test_more_processes_equal_one_with_the_whole_batch(tmp_path, n, how):
     write_data(tmp_path)
     folder = tmp_path / "runs"
     folder.mkdir()
-    cases = [f"{way}-{how}" for way in processes.PARALLEL]
+    cases = [f"{way}-{how}" for way in BY_WAY if n < 8 or way in ("ddp", "fsdp")]
     trained(folder, 1, n, [f"one-exact-{how[-1]}", f"one-{how}"])
     trained(folder, n, 1, cases)
     for case in cases:
@@ -192,23 +211,25 @@ def test_when_one_process_fails_all_end(how, said):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", processes.PARALLEL)
-def test_a_profile_is_the_first_processs(way, tmp_path):
+@pytest.mark.parametrize(("way", "taken"), AUTO_AND_FSDP)
+def test_a_profile_is_the_first_processs(way, taken, tmp_path):
     record, trace = tmp_path / "a.json", tmp_path / "trace.json"
     flags = [*TINY, "--parallel", way, "--json", str(record), "--trace", str(trace)]
     printed = run_of(2, "profile_baseline.py", *flags)
     assert printed.count("Chrome trace: ") == 1 and trace.exists()
     said = json.loads(record.read_text())
-    assert (said["world_size"], said["parallel"]) == (2, way)
-    assert f"1 x 16 tokens in each of 2 processes ({way})" in printed
+    assert (said["world_size"], said["parallel"]) == (2, taken)
+    assert f"1 x 16 tokens in each of 2 processes ({taken})" in printed
+    assert printed.count("--parallel auto takes ddp: ") == (way == "auto")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", processes.PARALLEL)
-def test_an_opponent_trains_in_two_processes(way, tmp_path):
+@pytest.mark.parametrize(("way", "taken"), AUTO_AND_FSDP)
+def test_an_opponent_trains_in_two_processes(way, taken, tmp_path):
     flags = [*TINY, "--steps", "3", "--opponent", "fused-adamw", "--parallel", way]
     run_of(2, "-m", "next_steps.finetuning.opponents", *flags, "--json", f"{tmp_path}/a.json")
-    assert json.loads((tmp_path / "a.json").read_text())["opponent"] == "fused-adamw"
+    said = json.loads((tmp_path / "a.json").read_text())
+    assert (said["opponent"], said["parallel"]) == ("fused-adamw", taken)
 
 
 # ---------------------------------------------------------------- a run that goes on
@@ -229,7 +250,9 @@ def outputs(folder: Path) -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("n", "way"), [by(2, "fsdp"), by(2, "ddp"), by(4, "ddp"), by(8, "fsdp")])
+@pytest.mark.parametrize(
+    ("n", "way"), [by(2, "fsdp-kept"), by(2, "ddp"), by(4, "ddp"), by(8, "fsdp")]
+)
 def test_processes_go_on_to_the_bit(n, way, tmp_path):
     """bf16, rounded at random by the kernel that steps the shards."""
     flags = [*THREE, "1", *ROUNDED, "--parallel", way]
@@ -237,7 +260,7 @@ def test_processes_go_on_to_the_bit(n, way, tmp_path):
     script = "-m", "tests.several_processes", "small", "finetune_optimized.py"
     run_of(n, *script, *flags, *kept, *outputs(tmp_path / "straight"))
     resumed = [*flags, "--resume", str(tmp_path / "kept"), *outputs(tmp_path / "resumed")]
-    said = run_of(n, *script, *resumed)
+    said = " ".join(run_of(n, *script, *resumed).split())  # long lines are broken
     assert "steps 3 to 3" in said and "In another way" not in said
     losses, weights = what_came_out(tmp_path / "straight")
     others, resumed = what_came_out(tmp_path / "resumed")
@@ -256,7 +279,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(most, before, aft
     first = [*THREE, size[before], *kept, *outputs(tmp_path / "first")]
     run_of(before, *script, *first)
     then = ["--resume", str(tmp_path / "kept"), *outputs(tmp_path / "then")]
-    said = run_of(after, *script, *THREE, size[after], *then)
+    said = " ".join(run_of(after, *script, *THREE, size[after], *then).split())
     exact = *script[:2], "exact", script[3]
     run_of(1, *exact, *THREE, str(most), *outputs(tmp_path / "exact"))
     assert "steps 3 to 3" in said and f"world_size {None if after == 1 else after} (not" in said
@@ -333,10 +356,10 @@ def test_without_torchrun_there_is_one_process():
     assert parallel.gather(1.5, 2) == [(1.5, 2)]
 
 
-def test_several_processes_shard_the_model_unless_told(as_rank):
+def test_several_processes_take_what_fits_unless_told(as_rank):
     as_rank(1, 2)
     workload = tiny_workload()
-    assert (workload.parallel, workload.world_size) == ("fsdp", 2)
+    assert (workload.parallel, workload.world_size) == ("auto", 2)
     assert not workload.is_on_the_page and not processes.is_first()
     assert tiny_workload("--parallel", "ddp").parallel == "ddp"
 

@@ -46,7 +46,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
 
     exact in the place of kernels: in float64, without kernels.
     The record becomes FOLDER/CASE.json and the model FOLDER/CASE.  The data lie beside FOLDER.  One
-    process ignores fsdp and ddp.
+    process ignores how processes share a step; fsdp_kept stands for fsdp-kept.
     """
     from harness.cli.device import HAS_GPU
     from harness.cli.flags import FlagParser
@@ -57,7 +57,7 @@ def train(folder: Path, case: str, batch_size: int) -> None:
     flags = ["--data", f"{folder.parent}/data.jsonl", "--batch-size", str(batch_size)]
     flags += ["--steps", "4" if kernels == "fp8" else "2", "--lr", "5e-4"]
     flags += [*KERNEL_FLAGS[kernels], "--accumulate", accumulate]
-    flags += ["--parallel", way] if processes.world_size() > 1 else []
+    flags += ["--parallel", way.replace("_", "-")] if processes.world_size() > 1 else []
     flags += [word for level in more for word in ("--recompute", level)]
     flags += ["--dtype", "bf16"] if kernels == "fp8" and HAS_GPU else []  # fp32 is refused there
     args = FlagParser("", finetune_options.OPTIMIZED).parse_args([*TINY, "--seq-len", "8", *flags])

@@ -36,7 +36,7 @@ from exercises.grading import words
 from harness.benchmark import benchmark_picture, benchmark_tables
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line, flags, output_files
-from harness.cli.processes import PARALLEL
+from harness.cli.processes import DDP, FSDP
 from harness.profiling import roofline
 from harness.records import run_records
 from harness.training import run_text
@@ -191,7 +191,7 @@ def pictures() -> Iterator[tuple[str, Callable, list]]:
         yield name, roofline.plot, [[load_record(before), load_record(after)]]
     runs = [[load_record(f"finetune_{which}_4x2048")] for which in ("baseline", "optimized")]
     yield "comparison_4x2048", compare_runs.plot, [runs]
-    yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in PARALLEL]]
+    yield "scaling", scaling_tables.plot, [[load_record(f"scaling_{way}_2") for way in (FSDP, DDP)]]
     yield "addresses", explaining_pictures.plot_addresses, []
     yield "memory_hierarchy", explaining_pictures.plot_memories, []
     yield "ladder", ladder.plot, [[load_record("ladder_1x512"), load_record("ladder_4x2048")]]

@@ -8,7 +8,7 @@ import json
 
 from harness.benchmark.benchmark_specs import EAGER, HOST_FLOOR, IN_PLACE, OURS
 from harness.cli.flags import FP8_ALL, OPPONENTS
-from harness.cli.processes import PARALLEL
+from harness.cli.processes import DDP, FSDP
 from harness.cli.tables import Column, Table
 from harness.model.architecture import ModelFacts
 from harness.model.families import FAMILIES
@@ -375,7 +375,7 @@ def lost(*names: str) -> str:
 def crossovers() -> str:
     """From how many tokens on communication is hidden."""
     body = []
-    for record in (load_record(f"scaling_{parallel}_2") for parallel in PARALLEL):
+    for record in (load_record(f"scaling_{parallel}_2") for parallel in (FSDP, DDP)):
         for way in scaling_tables.ways_in(record):
             name = f"{way}, {record['parallel']}"
             body.append((name, scaling_tables.crossover(record, way)))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from harness.cli import command_line
 from harness.cli.adapter_config import LORA_TARGETS, lora_targets
 from harness.cli.command_line import UserError, positive_float, positive_int
-from harness.cli.processes import PARALLEL, world_size
+from harness.cli.processes import AUTO, PARALLEL, world_size
 
 # ---------------------------------------------------------------- words that flags take
 
@@ -131,8 +131,9 @@ OF_TRAINING = {
     "--cuda-graph": switch("record a step once and replay it, so that each is one launch"),
     "--deterministic": switch("only kernels that give the same bits in each run, at a price"),
     "--parallel": row(
-        "fsdp gives each process a share of every parameter (the default), ddp all of them",
-        choices=PARALLEL,
+        "ddp gives each process all parameters, fsdp a share, fsdp-kept a share that is gathered "
+        "once a step; auto takes the first of ddp, fsdp-kept, fsdp that fits (the default)",
+        choices=(AUTO, *PARALLEL),
     ),
     "--json": row("write the run as a JSON record", metavar="FILE"),
     **OF_LORA,

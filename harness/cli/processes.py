@@ -5,7 +5,8 @@ Imports no PyTorch: flags are read with it.  What processes do together: paralle
 
 import os
 
-FSDP, DDP = PARALLEL = "fsdp", "ddp"
+DDP, KEPT, FSDP = PARALLEL = "ddp", "fsdp-kept", "fsdp"  # what needs most memory first
+AUTO = "auto"  # stands for the first that fits
 
 
 def world_size() -> int:

@@ -22,7 +22,7 @@ from harness.cli.flags import (
     TINY_MODEL,
 )
 from harness.cli.output_files import check_outputs
-from harness.cli.processes import FSDP, world_size
+from harness.cli.processes import AUTO, world_size
 
 PATHS = "model", "teacher", "data", "adapter"  # settings whose value may be a path
 RANDOM, PRETRAINED = "random weights", "pretrained weights"
@@ -76,7 +76,7 @@ class Workload:
     deterministic: bool = field(default=False, compare=False)
     opponent: str | None = field(default=None, compare=False)  # of flags.OPPONENTS
     warmup: int | None = field(default=None, compare=False)  # steps before the profiled one
-    parallel: str | None = field(default=None, compare=False)  # of processes.PARALLEL
+    parallel: str | None = field(default=None, compare=False)  # of processes.PARALLEL, or AUTO
     merge: bool = field(default=False, compare=False)  # save adapters as part of the weights
 
     @property
@@ -132,7 +132,7 @@ class Workload:
             # adapters, of which one matrix begins as 0, bear a larger step than weights do
             given["lr"] = (1e-3 if given["model"] == TINY_MODEL else 1e-5) * (10 if adapters else 1)
         if world_size() > 1:
-            given |= {"parallel": given.get("parallel", FSDP), "world_size": world_size()}
+            given |= {"parallel": given.get("parallel", AUTO), "world_size": world_size()}
         given["kernels"] = tuple(given.get("kernels", ()))
         return cls(**given | adapters)
 

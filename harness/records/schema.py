@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from harness.cli.flags import DTYPES
+from harness.cli.processes import PARALLEL
 from harness.cli.workload import PRETRAINED, RANDOM
 
 Predicate = Callable[[object], bool]
@@ -124,7 +125,7 @@ KINDS: dict[str, dict[str, Predicate]] = {
     | {
         "parameters": is_positive,
         "world_size": is_count,
-        "parallel": lambda kind: kind is None or is_text(kind),
+        "parallel": (None, *PARALLEL).__contains__,
         "absent": TEXTS,
         "rows": is_list_of(is_scaling_row),
     },
@@ -138,6 +139,7 @@ MAY_BE_MISSING = {
     **dict.fromkeys(("first_layers", "lora_rank", "trained_parameters"), is_count),
     **dict.fromkeys(("lora_alpha", "padding"), is_number),
     **dict.fromkeys(("lora_targets", "teacher"), is_text),
+    "parallel": (None, *PARALLEL).__contains__,  # AUTO stands for one of them
     "profiled_steps": is_count,
     "data_seconds": is_list_of(is_number),
     "fp8_layers": lambda counts: is_list_of(is_count)(counts) and len(counts) == 2,

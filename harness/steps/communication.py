@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from harness.cli.device import DEVICE
-from harness.cli.processes import DDP
+from harness.cli.processes import DDP, KEPT
 from harness.cli.workload import Workload
 from harness.steps.stepping import trained
 from harness.steps.timing import queued_time_us
@@ -39,16 +39,16 @@ def expected(model: torch.nn.Module, workload: Workload) -> dict:
 def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]:
     """Return the bytes that a process receives in a step, by operation.
 
-    A decoder layer's weights are gathered for the forward and for the backward, all other weights
-    once.  Each micro-batch gathers again.  The last micro-batch reduces the gradients.
+    A decoder layer's weights are gathered for the forward and, if not kept, for the backward, all
+    other weights once.  Each micro-batch gathers again.  The last one reduces the gradients.
     """
     n = workload.world_size
     if workload.parallel == DDP:
         received = {ALL_REDUCE: 2 * bytes_of(trained(model))}
     else:
         gradients = sum(p.numel() for p in trained(model)) * REDUCED.itemsize
-        weights = bytes_of(model.parameters()) + bytes_of(model.model.layers.parameters())
-        gathered = weights * workload.micro_batches
+        again = [] if workload.parallel == KEPT else model.model.layers.parameters()
+        gathered = (bytes_of(model.parameters()) + bytes_of(again)) * workload.micro_batches
         received = {ALL_GATHER: gathered, REDUCE_SCATTER: gradients}
     return {name: n_bytes * (n - 1) // n for name, n_bytes in received.items()}
 

@@ -4,12 +4,13 @@
     called = wrap(model, workload)   # call this in the model's place
     gather(number)                   # return that number of each process
 
-`ddp` keeps the whole model in each process, `fsdp` a share of every parameter.  Both average
-gradients over the processes (docs/several_gpus.md).  In one process nothing here does anything.
+`ddp` keeps the whole model in each process, `fsdp` and `fsdp-kept` a share of every parameter.  All
+average gradients over the processes (docs/several_gpus.md).  In one process nothing here happens.
 """
 
 import contextlib
 import datetime
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.cli.command_line import PICK_A_GPU, UserError
 from harness.cli.device import DEVICE, HAS_GPU, list_gpus
-from harness.cli.processes import DDP, FSDP, is_first, world_size
+from harness.cli.processes import DDP, KEPT, is_first, world_size
 from harness.cli.workload import Workload
 
 # a process that waits longer for the others gives up; loading a large model may take minutes
@@ -46,6 +47,8 @@ def start(workload: Workload) -> None:
         torch.cuda.set_device(here)
     if torch.distributed.is_initialized():
         return
+    if can_copy():
+        os.environ.setdefault("NCCL_CTA_POLICY", "2")  # zero multiprocessors
     try:
         torch.distributed.init_process_group("nccl" if HAS_GPU else "gloo", timeout=TIMEOUT)
     except ValueError as error:  # a variable is missing
@@ -56,50 +59,59 @@ def start(workload: Workload) -> None:
 def wrap(model: torch.nn.Module, workload: Workload) -> torch.nn.Module:
     """Return what is called in the model's place: it averages the gradients over the processes.
 
-    `fsdp` makes the model's parameters DTensors, of which each process holds a share.  So apply all
+    FSDP2 makes the model's parameters DTensors, of which each process holds a share.  So apply all
     patches before, make the optimizer afterwards, and before the model is called: a validation
     leaves some parameters gathered.
     """
     if workload.parallel == DDP:
         # A gradient lies in the bucket that is sent, and nowhere else.  Buffers, among them
         # quantized weights, are the same in all processes and need not be sent in each forward.
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if workload.parallel == FSDP:
-        shard(model)
+        options = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        settle(model := DistributedDataParallel(model, **options))
+    elif workload.parallel is not None:
+        shard(model, keep=workload.parallel == KEPT)
     return model
 
 
-def shard(model: torch.nn.Module) -> None:
+def shard(model: torch.nn.Module, keep: bool = False) -> None:
     """Shard a model by FSDP2: each unit is gathered when it is about to run.
 
-    A unit is a decoder layer.  Norm and head at the end are one more unit; it stays gathered, as
-    its backward follows at once.  The rest, the embedding, belongs to the root.
+    A unit is a decoder layer; with `keep` it stays gathered until its backward.  So does one more,
+    norm and head, whose backward follows at once.  The rest, the embedding, belongs to the root.
 
     A decoder layer may have a method `when_sharded`, which says how FSDP2 gathers its weights.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
-        fully_shard(layer, **options)
+        fully_shard(layer, reshard_after_forward=not keep, **options)
         if hasattr(layer, "when_sharded"):
             layer.when_sharded()
     # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
+    for module in model.modules() if can_copy() else ():
+        getattr(module, "set_symm_mem_for_comm", bool)()  # of a unit
 
 
-def settle(model: torch.nn.Module) -> None:
-    """Let DDP group its gradients as after a first step, for a run that goes on with a later one.
+def can_copy() -> bool:
+    """Return True if NCCL and PyTorch (2.13) can gather by this host's copy engines alone."""
+    alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    gpus = itertools.permutations(range(world_size()), 2)
+    reach = itertools.starmap(torch.cuda.can_device_access_peer, gpus)
+    return alone and HAS_GPU and hasattr(FSDPModule, "set_symm_mem_for_comm") and all(reach)
+
+
+def settle(model: DistributedDataParallel) -> None:
+    """Let DDP group its gradients as after a first step, by a backward that counts for nothing.
 
     In the first step DDP sends all gradients together, later in buckets, by when they are ready.
-    Where a gradient lies decides in which order the processes' parts of it are added.  Of two parts
-    any order has the same bits; of more it has not.  So those processes take a backward here that
-    counts for nothing.  Load the weights and the optimizer's state afterwards.
+    Where a gradient lies decides how its parts are added, and a run that goes on has a later step's
+    bits.  NCCL may hold the first bucket when the others are made: here there are no moments yet.
     """
-    if world_size() > 2 and isinstance(model, DistributedDataParallel):
-        ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad()
+    ids = torch.zeros((1, 16), dtype=torch.int64, device=DEVICE)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad()
 
 
 @contextlib.contextmanager

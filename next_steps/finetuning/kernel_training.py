@@ -20,6 +20,7 @@ from harness.training import resuming
 from harness.training.resuming import Checkpoints
 from harness.training.training_run import Run
 from next_steps.finetuning import checkpoint
+from next_steps.memory import parallel_choice
 from next_steps.memory.memory_estimate import try_kernels
 from next_steps.patches.apply_kernels import make_kernel_optimizer
 from next_steps.patches.patched_model import load_patched
@@ -36,7 +37,7 @@ def train_with_kernels(
     checkpoints: Checkpoints = NO_CHECKPOINTS,
 ) -> dict:
     """Fine-tune with the workload's kernels; return the record, which gives the run this name."""
-    parallel.start(workload)
+    workload = parallel_choice.start_processes(workload)
     with checkpoints.folder_locked():
         resumes = checkpoints.resume is not None
         path, before = (
@@ -47,7 +48,6 @@ def train_with_kernels(
         if checkpoints.is_asked:
             checkpoint.refuse_random_numbers(model)
         if before:
-            parallel.settle(called)
             checkpoint.load_checkpoint(model, optimizer, path, before)
         more = layers_in_fp8(model, workload)
         run = Run(name, workload, model, record_to, save_to, more, resumed=before)

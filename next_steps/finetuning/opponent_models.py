@@ -32,6 +32,7 @@ from harness.steps import parallel, stepping
 from harness.training.training_run import Run
 from next_steps.finetuning.kernel_training import take_all_steps
 from next_steps.lessons.fp8_kernel import fp8_support
+from next_steps.memory import parallel_choice
 from next_steps.patches import patched_model
 
 
@@ -236,8 +237,7 @@ def train_opponent(
     workload: Workload, record_to: str | None = None, save_to: str | None = None
 ) -> dict:
     """Fine-tune as the workload's opponent does it; return the record."""
-    workload = replace(workload, kernels=())
-    parallel.start(workload)
+    workload = parallel_choice.start_processes(replace(workload, kernels=()))
     look_at_data(workload)
     model, called, optimizer = prepare_opponent(workload)
     run = Run(OPPONENTS[workload.opponent], workload, model, record_to, save_to)

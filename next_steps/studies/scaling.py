@@ -1,7 +1,7 @@
 """How much faster are several GPUs, and how much of that does communication cost?
 
     python -m next_steps.studies.scaling --random-init --json runs/scaling_1.json
-    torchrun --nproc-per-node 2 -m next_steps.studies.scaling --random-init \\
+    torchrun --nproc-per-node 2 -m next_steps.studies.scaling --random-init --parallel fsdp \\
         --json runs/scaling_fsdp_2.json
     python -m next_steps.studies.scaling --compare runs/scaling_1.json runs/scaling_fsdp_2.json
 
@@ -119,9 +119,10 @@ def measure_ways(
     from harness.cli.device import HAS_GPU, free_memory
     from harness.model.architecture import TORCH_DTYPES
     from harness.profiling import profiler
-    from harness.steps import parallel
+    from next_steps.memory import parallel_choice
 
-    parallel.start(workload)
+    largest = replace(workload, **HOW[ways[0]])  # with the way that needs most memory
+    workload = replace(workload, parallel=parallel_choice.start_processes(largest).parallel)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     record = {
