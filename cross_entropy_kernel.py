@@ -341,8 +341,10 @@ def store_dlogits(
 ):
     """Store a row's gradient."""
     m, d, unit = stats
-    _row_ptr, body_ptr, n_body, edge, in_edge = cut
-    out_row_ptr, out_body_ptr, _n_body, _edge, _in_edge = out_cut
+    _row_ptr, body_ptr, _n_body, _edge, _in_edge = cut
+    # What both cuts have is taken from the gradient's: torch.compile takes all that an address of
+    # a store was computed from for written.
+    out_row_ptr, out_body_ptr, n_body, edge, in_edge = out_cut
     target_ptr = out_row_ptr + target
     factor = tl.where(in_row, scale, float("nan")) / d
     tl.store(out_row_ptr + edge, _exp(edge_logits, unit, m) * factor, mask=in_edge)
@@ -449,7 +451,7 @@ def launch_forward(rows, targets, row_loss, stats, n_valid, ignore_index):
     logits, n_rows = rows[0], targets.numel()
     if n_rows > 0:
         with support.on_device_of(logits):
-            _cross_entropy_fwd_kernel[(n_rows,)](
+            support.recordable(_cross_entropy_fwd_kernel)[(n_rows,)](
                 *rows,
                 targets,
                 row_loss,
@@ -470,7 +472,7 @@ def launch_backward(row_grads, rows, targets, stats, n_valid, out_rows, ignore_i
     logits, n_rows = rows[0], targets.numel()
     if n_rows > 0:
         with support.on_device_of(logits):
-            _cross_entropy_bwd_kernel[(n_rows,)](
+            support.recordable(_cross_entropy_bwd_kernel)[(n_rows,)](
                 *row_grads,
                 *rows,
                 targets,
@@ -555,6 +557,7 @@ def _forward(logits, targets, ignore_index=-100, reduction="mean", launch=None):
     "(Tensor logits, Tensor targets, int ignore_index=-100, str reduction='mean') -> Tensor[]",
     _forward,
     present=lambda x, t, ignored=-100, reduction="mean": (True, True, reduction == "mean"),
+    launches_are_recordable=True,
 )
 def cross_entropy_forward(logits, targets, ignore_index=-100, reduction="mean"):
     """Return loss, stats and n_valid of logits (..., V) and targets (...), of any strides.
@@ -579,6 +582,7 @@ def _new_dlogits(logits, logits_row_stride):
     "(Tensor grad_output, Tensor logits, Tensor targets, Tensor stats, Tensor? n_valid, "
     "int ignore_index=-100) -> Tensor",
     lambda grad_output, logits, *others: _new_dlogits(logits, support.as_rows(logits)[1])[0],
+    launches_are_recordable=True,
 )
 def cross_entropy_backward(grad_output, logits, targets, stats, n_valid, ignore_index=-100):
     """Return dlogits (..., V) in logits' dtype, from what a forward was given and returned.
@@ -712,7 +716,7 @@ def launch_inplace(rows, targets, row_loss, n_valid, ignore_index):
     if n_rows > 0:
         n_programs, options = _inplace_options(logits)
         with support.on_device_of(logits):
-            _cross_entropy_inplace_kernel[(min(n_rows, n_programs),)](
+            support.recordable(_cross_entropy_inplace_kernel)[(min(n_rows, n_programs),)](
                 *rows,
                 targets,
                 row_loss,
@@ -773,6 +777,7 @@ def _inplace_result(logits, targets, ignore_index=-100, reduction="mean"):
     "(Tensor(a!) logits, Tensor targets, int ignore_index=-100, str reduction='mean') -> Tensor",
     _inplace_result,
     mutates=("logits",),
+    launches_are_recordable=True,
 )
 def cross_entropy_inplace(logits, targets, ignore_index=-100, reduction="mean"):
     """Return the loss of logits (..., V) and targets (...), which overwrites the logits.

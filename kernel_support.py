@@ -7,6 +7,7 @@
     refuse_to_overwrite(gate=gate, up=up)          before a kernel writes over its inputs
     refuse_second_derivative("RMSNorm")            in a backward
     @operator("tutorial::rmsnorm", ...)            one operation for torch.compile
+    recordable(kernel)[grid](...)                  or launches that it makes itself
 
 A lesson is carried away as two files: itself and this one.
 
@@ -36,8 +37,10 @@ Three things are not mended.  No kernel here needs them:
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
+import hashlib
 import inspect
 import math
 import os
@@ -46,6 +49,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
@@ -106,7 +110,7 @@ def check_tensors(*arguments: tuple) -> dict[str, int | tuple[int, ...]]:
         patterns += (pattern,)
         shapes += (t.shape,)
     # torch.compile's tensors have lengths that cannot be keys of a cache
-    lengths, misfit = (_known_lengths if is_plain else _lengths)(patterns, shapes)
+    lengths, misfit = (_lengths if is_plain else _lengths.__wrapped__)(patterns, shapes)
     if misfit is not None:
         name = [name for name, t, *_ in arguments if t is not None][misfit].rstrip("?")
         given = f"{name} has shape {tuple(shapes[misfit])}"
@@ -174,6 +178,7 @@ def number(name: str, value, kind: type) -> int | float:
     return kind(plain)
 
 
+@functools.lru_cache(maxsize=4096)
 def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | None]:
     """Return the lengths of words, and the number of the first shape that is not as expected."""
     lengths = {}
@@ -191,9 +196,6 @@ def _lengths(patterns: Sequence[tuple], shapes: Sequence) -> tuple[dict, int | N
             if length != (lengths.setdefault(word, length) if type(word) is str else word):
                 return lengths, number
     return lengths, None
-
-
-_known_lengths = functools.lru_cache(maxsize=4096)(_lengths)
 
 
 def _in_words(pattern: tuple, lengths: dict) -> str:
@@ -292,11 +294,29 @@ def n_multiprocessors(device: torch.device) -> int:
 # it lays out tensors as it likes, with gaps between rows if that aligns them, and a kernel would
 # walk through them with the wrong stride.  The body of an operator is not traced but called, with
 # real tensors.  The compiler is told which arguments it writes, and what the results look like.
+# But calling an operator takes host time.  So where all sizes are numbers, a launcher is traced
+# after all.  The compiler then launches the kernels itself, and keeps the strides of their tensors.
+
+recording = contextvars.ContextVar("recording", default=False)  # is a launcher traced?
 
 
-def has_tangent(t) -> bool:
-    """Return True if forward-mode differentiation, such as torch.func.jvp, comes with a tensor."""
-    return isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None
+def recordable(kernel):
+    """Return the kernel, or what puts its launches into the graph while a launcher is traced."""
+    return torch.library.wrap_triton(kernel) if recording.get() else kernel
+
+
+def record(launch: Callable, mode: FunctionalTensorMode, operator, types, args, kwargs):
+    """Trace a launcher; keep its operator if a size is unknown, or in a graph to be exported."""
+    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+    kinds = {type(n) for t in tensors for n in (*t.shape, *t.stride())} | {*types}
+    if kinds != {int, FunctionalTensor} or not torch._functorch.config.decompose_custom_triton_ops:
+        return mode.__torch_dispatch__(operator, types, args, kwargs)
+    before = recording.set(True)
+    try:
+        with mode:
+            return launch(*args, **kwargs)
+    finally:
+        recording.reset(before)
 
 
 def operator(
@@ -306,6 +326,7 @@ def operator(
     mutates: Sequence[str] = (),
     present: Callable | None = None,
     tags: Sequence[torch.Tag] = (),
+    launches_are_recordable: bool = False,
 ) -> Callable:
     """Decorate a launcher: torch.compile sees one operator in its place, launcher.operator.
 
@@ -320,8 +341,8 @@ def operator(
         present: where a result may be None.  It takes the launcher's arguments and returns, for
             each result, whether there is one.  The schema then ends in "-> Tensor[]".
         tags: of the operator.
+        launches_are_recordable: the launcher can be traced, and all its kernels are `recordable`.
     """
-
     resolving = takes_negated(*mutates)
     numbers = [
         (place, name, {"int": int, "float": float}[kind])
@@ -337,10 +358,16 @@ def operator(
                 return function
             return lambda *args: [t for t in function(*args) if t is not None]
 
+        body = without_none(resolved)
         compiled = torch.library.custom_op(
-            name, without_none(resolved), mutates_args=mutates, schema=schema, tags=tags
+            name, body, mutates_args=mutates, schema=schema, tags=tags
         )
         compiled.register_fake(without_none(resolving(results)))
+        if launches_are_recordable and not INTERPRETED:
+            compiled.register_torch_dispatch(FunctionalTensorMode, functools.partial(record, body))
+            # PyTorch keeps graphs on disk, by the operators' names.  A changed file is another one.
+            with open(inspect.getsourcefile(launch), "rb") as file:
+                torch.compiler.config.cache_key_tag += hashlib.sha256(file.read()).hexdigest()
 
         @functools.wraps(launch)
         def call(*args, **named):
@@ -351,8 +378,9 @@ def operator(
                     args = *args[:place], number(name, args[place], kind), *args[place + 1 :]
             if not torch.compiler.is_compiling():
                 return resolved(*args, **named)
-            within = forward_ad._current_level >= 0
-            if within and any(map(has_tangent, (*args, *named.values()))):  # it would become 0
+            tensors = (t for t in (*args, *named.values()) if isinstance(t, torch.Tensor))
+            tangents = (forward_ad.unpack_dual(t).tangent for t in tensors)
+            if forward_ad._current_level >= 0 and any(t is not None for t in tangents):
                 given = f"{name} has no forward-mode derivative, which jvp asks for"
                 raise RuntimeError(f"{given}: use backward().")
             if present is None:

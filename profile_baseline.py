@@ -42,13 +42,13 @@ def profile_training(workload: Workload, trace_file: str, stacks: bool) -> dict:
     """Train a few steps, profile one, write its trace; return the record."""
     import torch
 
-    from harness.cli.device import take_threads
+    from harness.cli.device import begin_process
     from harness.model.architecture import TORCH_DTYPES, ModelFacts
     from harness.profiling import attribution, costs, profiler
     from harness.steps import communication
     from next_steps.patches import projections
 
-    take_threads(workload.model)
+    begin_process(workload.model, workload.deterministic)
     ceilings = profiler.measure_ceilings(TORCH_DTYPES[workload.dtype], workload.fp8)
     training = load(workload)
     model, facts = training.model, ModelFacts(training.model.config, workload)
@@ -206,6 +206,7 @@ def default_trace(workload: Workload) -> str:
         workload.recompute,
         workload.offload and "offload",
         workload.cuda_graph and "cuda_graph",
+        workload.deterministic and "deterministic",
         workload.parallel and f"{workload.parallel}-{workload.world_size}",
     ]
     return f"traces/{'-'.join(filter(None, name))}.json"

@@ -90,7 +90,8 @@ def _rmsnorm_fwd_kernel(
     w = _load_weight(w_ptr, cols, mask)
 
     # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count.
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
+    # torch.compile passes eps in fp64.
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + tl.cast(eps, tl.float32))
     tl.store(rstd_ptr + row, rstd)
 
     # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.
@@ -235,6 +236,7 @@ def _forward_results(x, weight, eps):
     "tutorial::rmsnorm_forward",
     "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)",
     _forward_results,
+    launches_are_recordable=True,
 )
 def rmsnorm_forward(x, weight, eps):
     """Return y (..., H), in the dtype that PyTorch gives weight * x, and rstd (n_rows,) fp32.
@@ -246,7 +248,7 @@ def rmsnorm_forward(x, weight, eps):
     n_rows, H = rstd.numel(), x.shape[-1]
     if n_rows > 0:
         with support.on_device_of(x):
-            _rmsnorm_fwd_kernel[(n_rows,)](
+            support.recordable(_rmsnorm_fwd_kernel)[(n_rows,)](
                 rows, row_stride,
                 None if weight is None else weight.contiguous(),
                 y, H,
@@ -272,6 +274,7 @@ def _backward_results(dy, x, weight, rstd, need_dweight=True):
     "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool need_dweight=True) -> Tensor[]",
     _backward_results,
     present=lambda dy, x, weight, rstd, need=True: (True, need and weight is not None),
+    launches_are_recordable=True,
 )
 def rmsnorm_backward(dy, x, weight, rstd, need_dweight=True):
     """Return dx (..., H) in x's dtype and dweight (H,) in weight's, or None where it is not needed.
@@ -293,7 +296,7 @@ def rmsnorm_backward(dy, x, weight, rstd, need_dweight=True):
     if dweight is not None:
         dw_partial = x.new_empty((n_programs, H), dtype=torch.float32)
     with support.on_device_of(x):
-        _rmsnorm_bwd_kernel[(n_programs,)](
+        support.recordable(_rmsnorm_bwd_kernel)[(n_programs,)](
             dy_rows, dy_row_stride,
             x_rows, x_row_stride,
             None if weight is None else weight.contiguous(),
@@ -309,7 +312,7 @@ def rmsnorm_backward(dy, x, weight, rstd, need_dweight=True):
         if dweight is not None:
             # On an H200 at H = 4096: 7.4 us; with 64 x 32: 11.6 us.
             block = {"BLOCK_ROWS": 64, "BLOCK_COLS": 16}
-            _rmsnorm_dw_kernel[((H + 15) // 16,)](
+            support.recordable(_rmsnorm_dw_kernel)[((H + 15) // 16,)](
                 dw_partial, dweight, n_programs, H, **block, enable_fp_fusion=True
             )
     return dx, dweight

@@ -15,10 +15,11 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from harness.profiling.attribution import (
     PROJECTION,
     attribute,
-    communication_times,
+    busy_us,
     counted_once,
     host_waits,
     idle_times,
+    times_by_kind,
 )
 from harness.profiling.costs import Cost
 from harness.profiling.kernel_facts import (
@@ -462,7 +463,7 @@ def test_idle_time_is_the_hosts_or_a_synchronizations(case):
 def exposed_of(*kernels: tuple[str, float, float]) -> tuple[float, float]:
     """(all of the communication, what nothing hides) of kernels, each (name, begin, end)."""
     events = [event(name, *times, number, True) for number, (name, *times) in enumerate(kernels)]
-    found = communication_times(EventList(events, use_device="cuda"))
+    found = times_by_kind(EventList(events, use_device="cuda"))
     return found["communication_us"], found["exposed_us"]
 
 
@@ -472,6 +473,38 @@ def test_communication_is_exposed_once_where_no_other_kernel_hides_it():
     assert exposed_of((GATHER, 10, 20), ("gemm", 0, 10), ("mul", 20, 25)) == (10, 10)
     assert exposed_of((GATHER, 10, 20), (REDUCE, 15, 30), ("gemm", 18, 22)) == (20, 16)
     assert exposed_of(("gemm", 0, 10), ("Memcpy HtoD", 5, 20)) == (0, 0)
+
+
+MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::{}<float, float, float, {}> >"
+MUL_FUNCTOR = "at::native::binary_internal::MulFunctor<float>"
+TIMED_BY_NAME = [  # (name, its microseconds of products, of copies)
+    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", 1, 0),
+    ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2>", 1, 0),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>", 1, 0),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_traits<128, cutlass::bfloat16_t> >", 0, 0),
+    ("void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>", 0, 1),
+    ("void at::native::detail::split_with_sizes_copy_out_contiguous_no_cast_kernel", 0, 1),
+    ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16>>", 0, 1),
+    ("Memcpy DtoD (Device -> Device)", 0, 1),
+    (MUL.format("AUnaryFunctor", MUL_FUNCTOR), 0, 1),  # DDP's, into a bucket
+    (MUL.format("BinaryFunctor", MUL_FUNCTOR), 0, 0),  # of two tensors
+    ("_swiglu_bwd_kernel", 0, 0),
+    (GATHER, 0, 0),
+]
+
+
+@pytest.mark.parametrize("name, products, copies", TIMED_BY_NAME)
+def test_a_name_tells_products_and_copies(name, products, copies):
+    found = times_by_kind(EventList([event(name, 3, 4, 1, True)], use_device="cuda"))
+    assert (found["products_us"], found["copies_us"]) == (products, copies)
+
+
+def test_a_copy_counts_where_no_product_runs_and_nothing_counts_twice():
+    names = [("gemm", 0, 10), ("Memcpy", 8, 15), ("mul", 12, 20), (GATHER, 5, 22), ("gemm", 30, 34)]
+    events = [event(name, *span, number, True) for number, (name, *span) in enumerate(names)]
+    found = times_by_kind(EventList(events, use_device="cuda"))
+    expected = {"communication_us": 17, "exposed_us": 2, "products_us": 14, "copies_us": 5}
+    assert found == expected and busy_us(events) == 26
 
 
 def waits_of(timeline: Timeline) -> dict[tuple[str, str], int]:

@@ -428,6 +428,25 @@ def test_an_optimizer_that_loads_no_floats_begins_with_the_problems_state():
     assert filled == [(1.0, 9)] and (optimizer.state[p]["exp_avg"] == 7).all()
 
 
+def test_flashoptims_rows_begin_with_the_problems_state(monkeypatch):
+    package = pytest.importorskip("flashoptim")
+    plain = {"quantize": False, "fused": False, "master_weight_bits": None}  # without a GPU
+    adamw = package.FlashAdamW
+    monkeypatch.setattr(package, "FlashAdamW", lambda params, **said: adamw(params, **said | plain))
+    problem = problems.adamw_problem(512, (), torch.float32)
+    for row in peers.flashoptim_adamw8():
+        assert gradient_errors(problem, row)["update"] < 1e-4
+        p, gradient, *moments = (t.clone() for t in problem.inputs)
+        p.grad = gradient
+        optimizer = row.function([p])
+        assert torch.equal(p, problem.inputs[0])
+        state = optimizer.state[p]
+        state["error_bits"] = torch.ones_like(p)
+        given = dict(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(9.0), *moments)))
+        optimizer.load_state_dict({"state": {0: given}})
+        assert not state["error_bits"].any() and state["step"] == 9
+
+
 def test_trls_loss_of_hidden_states_is_the_loss():
     pytest.importorskip("trl")
     (theirs,) = peers.trl_linear_cross_entropy()
@@ -441,17 +460,47 @@ def test_trls_loss_of_hidden_states_is_the_loss():
     torch.testing.assert_close(*results)
 
 
-def test_each_call_takes_the_language_that_its_row_names(monkeypatch):
-    """Both rows are timed in one process, where Liger-Kernel has one setting."""
+def test_each_call_of_a_row_in_triton_is_in_triton(monkeypatch):
+    """All rows are timed in one process, where Liger-Kernel has one setting."""
     setting = []
     backends = SimpleNamespace(set_impl=lambda name: setting.append(name))
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.backends", backends)
-    rows = (
-        peers.in_language(lambda x: setting[-1]),
-        peers.in_language(lambda x: setting[-1], "cutedsl"),
-    )
-    assert [row(0) for row in (*rows, *rows)] == ["nvidia-triton", "nvidia-cutedsl"] * 2
+    row = peers.in_triton(lambda x: setting[-1])
+    for _ in range(2):
+        assert row(0) == "nvidia-triton"
+        setting.append("nvidia-cutedsl")
+
+
+@pytest.mark.parametrize(
+    "make, module, inside",
+    [
+        (peers.quack_linear_cross_entropy, "quack.linear_cross_entropy", ()),
+        (
+            peers.sm90_linear_cross_entropy,
+            "liger_kernel.ops.cutedsl.ops",
+            ("fused_linear_cross_entropy_sm90",),
+        ),
+    ],
+)
+def test_losses_of_hidden_states_get_the_arguments_that_they_take(
+    make, module, inside, monkeypatch
+):
+    """The stand-ins have the order of arguments and the defaults of the libraries' functions."""
+
+    def loss(x, weight, target, ignore_index=-100, reduction="mean"):
+        return F.cross_entropy(x @ weight.mT, target, None, None, ignore_index, reduction=reduction)
+
+    names = ("chunked_linear_cross_entropy", "liger_fused_linear_cross_entropy_sm90")
+    stand_in = SimpleNamespace(**dict.fromkeys(names, loss))
+    for name in inside:
+        stand_in = SimpleNamespace(**{name: stand_in})
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    (row,) = make()
+    hidden, weight, targets = torch.randn(6, 8), torch.randn(20, 8), torch.randint(20, (6,))
+    expected = F.cross_entropy(hidden @ weight.t(), targets)
+    assert torch.equal(row.function(hidden, weight, targets), expected)
+    assert not row.waits, "a CUDA graph can record it"
 
 
 WORK = {  # bytes that must be moved for a row of the input, or FLOP
@@ -586,7 +635,9 @@ def test_reverse_kl_is_measured_beside_its_remedies_and_what_they_mend(
 @pytest.mark.parametrize("kernel", SPECS)
 def test_every_implementation_has_a_line_in_the_plot(kernel, monkeypatch):
     found, _ = on_a_gpu(kernel, monkeypatch)
-    styles = [benchmark_picture.line_style(name) for name in found]
+    libraries = [name for name, (_, _, makers) in peers.LIBRARIES.items() if kernel in makers]
+    names = dict.fromkeys((*found, *libraries))
+    styles = [benchmark_picture.line_style(name) for name in names]
     assert len({(style["color"], style["marker"]) for style in styles}) == len(styles)
 
 

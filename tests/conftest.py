@@ -26,6 +26,7 @@ from tests.fixtures import (  # noqa: F401
     compiled_kernels,
     compiler_pads_rows,
     far_apart,
+    flashoptim,
     fp8_references,
     gpu_memory,
     launches,

@@ -4,15 +4,18 @@ tests/conftest.py hands the fixtures to all tests; tests/mutation_test.py loads 
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import math
 import os
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -287,3 +290,29 @@ def small_model(monkeypatch):
 def own_cache(monkeypatch, tmp_path):
     """Tokens are not kept where those of the user's own runs are."""
     monkeypatch.setattr("harness.data.token_cache.folder", lambda: tmp_path / "token_cache")
+
+
+@pytest.fixture
+def flashoptim(monkeypatch) -> list:
+    """FlashOptim as it computes without a GPU, or a stand-in if it is not installed; its calls."""
+    calls, adamw, release = [], torch.optim.AdamW, lambda model, optimizer: None
+    with contextlib.suppress(ImportError):
+        package = importlib.import_module("flashoptim")
+        plain = {"quantize": False, "fused": False, "master_weight_bits": None}
+        adamw, release = (
+            functools.partial(package.FlashAdamW, **plain),
+            package.enable_gradient_release,
+        )
+
+    def make(params, lr, master_weight_bits):
+        calls.append(master_weight_bits)
+        return adamw(params, lr=lr)
+
+    def step_in_the_backward(model, optimizer):
+        calls.append("released")
+        return release(model, optimizer)
+
+    stands = SimpleNamespace(FlashAdamW=make, enable_gradient_release=step_in_the_backward)
+    monkeypatch.setitem(sys.modules, "flashoptim", stands)
+    monkeypatch.setattr("next_steps.finetuning.opponent_models.HAS_GPU", True)
+    return calls

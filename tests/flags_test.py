@@ -30,7 +30,7 @@ TABLES = {
     **{each: each.FLAGS for each in (profile_baseline, distill, opponents, estimate, profile, sft)},
 }
 SCRIPTS = {script.__name__.rpartition(".")[2]: script for script in TABLES}
-COMPILED = [name for name in flags.OPPONENTS if name not in ("fused-adamw", "rms-norm", "liger")]
+COMPILED = [name for name in flags.OPPONENTS if name.startswith(("compile", "unsloth", "torchao"))]
 COMPILING = ", ".join(f"--opponent {name}" for name in COMPILED)
 # Command lines, and indented below them what the user reads.  In the brackets are flags of which
 # each is refused: GIVEN in the sentence, or FLAG without its value.  OTHER is the flag before.
@@ -93,6 +93,9 @@ finetune_baseline --cuda-graph --steps 2
 opponents --opponent compile-reduce-overhead [--cuda-graph, --accumulate 2]
     --opponent compile-reduce-overhead records CUDA graphs of its own, which no other graph can hold
     and which overwrite sums of gradients: leave FLAG out
+opponents --opponent flashoptim --cuda-graph
+    --opponent flashoptim counts its steps on the host, and --cuda-graph would repeat one of them:
+    leave --cuda-graph out
 finetune_baseline --offload --cuda-graph
     --offload asks for the host's memory in each step, which a CUDA graph cannot: leave one of the
     two out
@@ -125,6 +128,7 @@ ALLOWED = [
     "torchrun finetune_optimized --kernels all --lora-rank 2 --fp8 --parallel ddp",
     "torchrun finetune_optimized --kernels all --adapter x --fp8 --parallel ddp",
     "opponents --opponent compile-reduce-overhead --accumulate 1",
+    "torchrun opponents --opponent flashoptim --accumulate 2 --pack",
     "opponents --opponent torchao-rowwise --lora-rank 2",
     "opponents --opponent unsloth-fp8 --lora-rank 2 --save x",
     "opponents --opponent unsloth-fp8 --adapter x",

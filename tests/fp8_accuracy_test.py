@@ -1,13 +1,16 @@
 """What is made of the curves; and a small run of all seeds and modes."""
 
+import importlib.util
 import os
 from dataclasses import replace
 
 import pytest
 
+from harness.cli.device import HAS_GPU
+from next_steps.patches import patched_model
 from next_steps.studies import fp8_accuracy
 from next_steps.studies.fp8_accuracy import more_steps, table_row
-from tests.small_workloads import tiny_workload
+from tests.small_workloads import small_workload, tiny_workload
 from tests.warm_processes import forks
 
 CURVE = [5.0, 4.0, 3.0, 2.5]  # at steps 0, 10, 20, 30
@@ -79,13 +82,39 @@ def test_every_seed_trains_in_every_way(run_study, fp8_references):
 def test_every_seed_trains_with_both_kinds_of_moments(run_study, monkeypatch):
     monkeypatch.setattr(fp8_accuracy, "KERNELS", ["adamw"])  # the interpreter is slow
     record = run_study("moments", "--steps", "3", "--seeds", "1", "--dtype", "bf16")
-    assert [run["way"] for run in record["runs"]] == [*fp8_accuracy.STUDIES["moments"].ways]
-    wide, coded, *_ = (run["losses"] for run in record["runs"])
+    runs = {run["way"]: run for run in record["runs"]}
+    with_flashoptim = "8bit, 24-bit weights"
+    left_out = not (HAS_GPU and importlib.util.find_spec("flashoptim"))
+    assert (f"{with_flashoptim}: left out" in record["printed"]) is left_out
+    expected = [*fp8_accuracy.STUDIES["moments"].ways]
+    assert [*runs] == [way for way in expected if not (left_out and way == with_flashoptim)]
+    wide, coded = (runs[way]["losses"] for way in ("bf16", "8bit"))
     # the first step is the same to the bit, and the loss after it
     assert wide[:2] == coded[:2] and wide[2] != coded[2]
-    assert len({run["curve"][-1] for run in record["runs"]}) == 4
+    assert len({run["curve"][-1] for run in record["runs"]}) == len(runs)
+    # before the first step: the same weights, rounded to bf16 for the curve alone
+    fp32 = runs["fp32, fp32 weights"]
+    assert fp32["curve"][0] != fp32["curve_as_trained"][0]
+    assert all(run["curve"][0] == fp32["curve"][0] != run["curve"][-1] for run in record["runs"])
+    assert [way for way in runs if runs[way]["curve_as_trained"]] == ["fp32, fp32 weights"]
+    assert "fp32, fp32 weights, validated in fp32" in record["printed"]
     assert "Accuracy of 8-bit moments, 1 seeds" in record["printed"]
     assert fp8_accuracy.render(record) in record["printed"]
+
+
+@pytest.mark.exhaustive
+def test_flashoptim_stands_for_adamw_alone(
+    monkeypatch, small_model, own_cache, little_validation, flashoptim
+):
+    patched = []
+    load = patched_model.patch
+    monkeypatch.setattr(
+        patched_model, "patch", lambda m, w: patched.append(w.kernels) or load(m, w)
+    )
+    workload = replace(small_workload("--dtype", "bf16"), kernels=("rmsnorm", "adamw"), steps=2)
+    run = fp8_accuracy.loss_curve(replace(workload, opponent="flashoptim"), 1, "bf16")
+    assert flashoptim == [24, "released"] and patched == [("rmsnorm", "adamw")]
+    assert len(run["curve"]) == 3 and run["curve"][0] != run["curve"][-1]
 
 
 @pytest.mark.exhaustive
@@ -102,7 +131,7 @@ def test_adapters_are_validated_beside_the_original_weights_too(run_study, fp8_r
     assert "beside the original weights" in record["printed"]
 
 
-def trained_elsewhere(workload, every):
+def trained_elsewhere(workload, every, dtype):
     return {"seed": workload.seed, "process": os.getpid(), "median_seconds": 0.1}
 
 

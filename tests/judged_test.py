@@ -11,6 +11,7 @@ from judging.contracts import CONTRACTS, verdict_of
 from judging.optimizers import OPTIMIZER_CONTRACTS
 from next_steps.comparisons import judged
 from subjects import SUBJECTS
+from tools.page_records import load_record
 
 NUMBERS = CONTRACTS["outputs_and_gradients_match_float64"]
 STEPS = OPTIMIZER_CONTRACTS["steps_match_float64"]
@@ -21,6 +22,13 @@ STAND_INS = {
         cross_entropy=lambda x, target, reduction, inplace_backward=False: F.cross_entropy(
             x.float(), target, reduction=reduction
         ),
+    ),
+    "liger_kernel.transformers": SimpleNamespace(
+        LigerFusedLinearCrossEntropyLoss=lambda reduction: (
+            lambda weight, x, target: F.cross_entropy(
+                (x @ weight.mT).float(), target, reduction=reduction
+            )
+        )
     ),
     "unsloth.kernels.rms_layernorm": SimpleNamespace(
         fast_rms_layernorm=lambda norm, x: F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
@@ -65,6 +73,17 @@ def test_others_get_the_arguments_that_they_take(library, monkeypatch):
     for name in ("rmsnorm", "cross_entropy", "cross_entropy_rows"):
         found = outcomes(name, library)
         assert found and {outcome for _, outcome, _ in found} == {"holds"}, found
+
+
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_rows"])
+def test_ligers_loss_of_hidden_states_is_judged_in_triton_alone(name, monkeypatch):
+    """A second row of the same kernel would be counted as another function."""
+    monkeypatch.setattr(judged, "HAS_GPU", True)
+    for module, stand_in in STAND_INS.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    assert outcomes(name, "liger") == {("Liger-Kernel", "holds", "")}
+    labels = [key for key in load_record("judged")["judged"] if key.startswith(f"{name}: Liger")]
+    assert labels == [f"{name}: Liger-Kernel"]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")

@@ -63,6 +63,7 @@ def test_every_opponent_has_a_recipe():
         ("torchao-tensorwise", "torchao.float8", "torchao", "torchao"),
         ("torchao-rowwise", "torchao.float8", "torchao", "torchao"),
         ("unsloth", "unsloth", "Unsloth", "unsloth"),
+        ("flashoptim", "flashoptim", "FlashOptim", "flashoptim"),
     ],
 )
 def test_an_opponent_that_is_not_installed_is_refused_before_the_model_is_loaded(
@@ -155,6 +156,31 @@ def test_an_opponent_trains_the_same(recorded, monkeypatch, small_model, name):
     expected = {"compile": ["default"], "compile-reduce-overhead": ["reduce-overhead"]}
     modes = [call.kwargs["mode"] for call in compiled.call_args_list]
     assert make_optimizer.call_count == 1 and modes == expected.get(name, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls"), [([], [None, "released"]), (["--accumulate", "2"], [None])]
+)
+def test_flashoptim_trains_the_same_and_steps_in_the_backward_if_it_can(
+    recorded, small_model, flashoptim, flags, calls
+):
+    baseline = recorded(finetune_baseline, *SMALL, *flags)
+    opponent = recorded(opponents, *SMALL, *flags, "--opponent", "flashoptim")
+    assert opponent["losses"] == pytest.approx(baseline["losses"], rel=1e-5)
+    # in fp32 it refuses to add bits to weights
+    assert flashoptim == calls and opponent["title"] == "FlashOptim"
+    assert "no-op" not in opponent["printed"]
+
+
+def test_flashoptim_adds_eight_bits_to_weights_in_bf16_and_needs_a_gpu(
+    run_script, monkeypatch, small_model, flashoptim
+):
+    in_bf16 = replace(small_workload("--dtype", "bf16"), opponent="flashoptim", world_size=2)
+    opponent_models.flash_adamw(loading.load_model(in_bf16), in_bf16)
+    assert flashoptim == [24], "gradients of two processes are averaged first"
+    monkeypatch.setattr(opponent_models, "HAS_GPU", False)
+    outcome = run_script(opponents, *SMALL, "--opponent", "flashoptim")
+    assert_refused(outcome, "error: --opponent flashoptim needs a CUDA GPU and none was found")
 
 
 def test_the_rms_norm_opponent_leaves_no_norm_as_it_was_and_shares_the_weights(small_model):

@@ -12,7 +12,8 @@ from next_steps import finetune_options
 from next_steps.comparisons.benchmark_problems import PROBLEMS
 from next_steps.finetuning import opponents
 from next_steps.memory import estimate
-from next_steps.studies import fp8_accuracy, ladder
+from next_steps.studies import fp8_accuracy, ladder, scaling
+from next_steps.studies.scaling_tables import WAYS
 from tests.conftest import tracked
 from tools import make_records
 from tools.make_records import (
@@ -54,6 +55,18 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
         assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
         assert flags[0] == "--kernel" and flags[1] in PROBLEMS and len(flags) == 2
+    elif "next_steps.studies.scaling" in (script, *flags):
+        by_two = script == "torch.distributed.run"
+        assert not by_two or flags[:3] == ["--nproc-per-node", "2", "-m"]
+        monkeypatch.setenv("WORLD_SIZE", "2" if by_two else "1")
+        asked = []
+        monkeypatch.setattr(scaling, "measure_ways", lambda *args: asked.append(args))
+        monkeypatch.setattr("sys.argv", [script, *flags[4 if by_two else 0 :]])
+        scaling.main()
+        ((workload, _, ways, sizes),) = asked
+        which = f"{workload.parallel}_2" if by_two else "1"
+        assert name == f"scaling_lost_{which}"
+        assert ways == [*WAYS] and sizes == [(4, 2048, 1), (4, 2048, 4)]
     else:
         assert script == "next_steps.studies.fp8_accuracy"
         monkeypatch.setattr("sys.argv", [script, *flags])

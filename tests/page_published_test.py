@@ -68,6 +68,8 @@ def recorded(tmp_path, monkeypatch):
         ({"lora_rank": 16}, "Hugging Face, peft"),
         ({"lora_rank": 16, "quantize": "nf4"}, "Hugging Face, peft, `--quantize nf4`"),
         ({"opponent": "torchao-rowwise"}, "torchao, rows"),
+        ({"opponent": "flashoptim"}, "FlashOptim"),
+        ({"opponent": "fused-adamw"}, "fused AdamW"),
         ({"kernels": ["rope"], "fp8": "inputs"}, "`--kernels all --fp8 inputs`"),
     ],
 )

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from harness.steps import measured, parallel
 from harness.steps.power import PowerMeter, joules_per_token, power_in_words
 
 
@@ -75,3 +76,16 @@ def test_joules_are_watts_by_tokens_a_second_of_one_gpu():
     assert joules_per_token(record | {"tokens_per_second_per_gpu": 500.0}) == 1.3
     assert joules_per_token(record | {"power": None}) is None
     assert joules_per_token({"tokens_per_second": 1000.0}) is None
+    assert joules_per_token({"tokens_per_second_per_gpu": 500.0, "power": {"watts": 50}}) == 0.1
+
+
+def test_a_step_of_several_gpus_has_the_mean_power_if_all_tell_it_for_long_enough(monkeypatch):
+    own = {"watts": 600.0, "mhz": 1500.0, "readings": 12}
+    for other, seconds, expected in (
+        (500.0, 1.0, own | {"watts": 550.0}),
+        (0.0, 1.0, None),  # that GPU does not say
+        (500.0, 0.9, None),
+    ):
+        monkeypatch.setattr(parallel, "gather", lambda watts, other=other: [(watts,), (other,)])
+        assert measured.mean_power(own, seconds) == expected
+    assert measured.mean_power(None, 1.0) is None

@@ -99,6 +99,64 @@ def test_a_step_of_several_micro_batches_is_a_row_of_its_own():
     assert scaling_tables.crossover(two, "baseline") == scaling_tables.crossover(TWO, "baseline")
 
 
+def profiled(row: dict, products, copies, exposed, busy, watts=None) -> dict:
+    us = zip(scaling_tables.IN_PROFILE, (2 * exposed, exposed, products, copies, busy))
+    found = row | {key: 1e3 * ms for key, ms in us}
+    return found | ({"power": {"watts": watts}} if watts else {})
+
+
+# 512 and 4 x 512 tokens; of a step's ms 60 products, 5 copies, 0 exposed, 25 others, 10 gaps
+ALONE = [
+    profiled(row("baseline", 1, 512, 100), 60, 5, 0, 90, watts=512),
+    profiled(row("baseline", 1, 512, 320, accumulate=4), 260, 20, 0, 320),
+    row("Liger", 1, 512, 90),
+]
+SHARED = [
+    profiled(row("baseline", 1, 512, 130), 70, 15, 8, 113, watts=256),
+    profiled(row("baseline", 1, 512, 310, accumulate=4), 265, 22, 3, 305),
+    profiled(row("Liger", 1, 512, 120), 60, 5, 1, 100),
+    {"way": "Liger", "batch_size": 2, "seq_len": 512, "failure": "the GPU's memory"},
+]
+MORE = [
+    profiled(row("baseline", 1, 512, 95), 62, 5, 1, 90),
+    row("baseline", 1, 512, 350, 3, accumulate=4),
+]
+
+
+def lost_rows(*records) -> dict[tuple[str, str], list[str]]:
+    found = scaling_tables.lost_table(record(ALONE), *records)
+    assert found.headers[2:] == ["lost", "products", "copies", "exposed", "others", "gaps",
+        "mJ a token"]  # fmt: skip
+    return {(name, gpus): cells for name, gpus, *cells in found.rows}
+
+
+def test_causes_add_up_to_what_is_lost_also_where_several_are_faster_than_one():
+    """By hand: of the first 113 busy 20 are others, and 130 - 113 are gaps."""
+    found = lost_rows(record(SHARED, 2), record(MORE, 4, parallel="ddp"))
+    n_a = scaling_tables.NOT_MEASURED
+    # 100 mJ a token alone: 512 W x 0.1 s / 512
+    by_hand = ["30.0", "10.0", "10.0", "8.0", "-5.0", "7.0", "65.0 (100.0)"]
+    assert found["baseline 1 × 512", "2, fsdp"] == by_hand
+    slower_products = ["-10.0", "5.0", "2.0", "3.0", "-25.0", "5.0", f"{n_a} ({n_a})"]
+    assert found["baseline 1 × 512 × 4", "2, fsdp"] == slower_products
+    faster = ["-5.0", "2.0", "0.0", "1.0", "-3.0", "-5.0", f"{n_a} (100.0)"]
+    assert found["baseline 1 × 512", "4, ddp"] == faster
+    for lost, *causes, _ in (by_hand, slower_products, faster):
+        assert float(lost) == sum(map(float, causes))
+
+
+def test_what_was_not_measured_of_a_loss_is_said_and_each_record_has_its_row():
+    found = lost_rows(record(SHARED, 2), record(MORE, 4, parallel="ddp"))
+    n_a = scaling_tables.NOT_MEASURED
+    # without a profile the whole loss is known
+    assert found["Liger 1 × 512", "2, fsdp"] == ["30.0", *[n_a] * 5, f"{n_a} ({n_a})"]
+    assert found["baseline 1 × 512 × 4", "4, ddp"][:2] == ["30.0", n_a]
+    assert found["Liger 2 × 512", "2, fsdp"] == [*[n_a] * 6, f"{n_a} ({n_a})"]
+    ways = ["baseline 1 × 512", "baseline 1 × 512 × 4", "Liger 1 × 512", "Liger 2 × 512"]
+    both = [(way, gpus) for way in ways[:2] for gpus in ("2, fsdp", "4, ddp")]
+    assert [*found] == [*both, *((way, "2, fsdp") for way in ways[2:])]
+
+
 def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path):
     paths, picture = written(tmp_path, ONE, record(ONE["rows"], 2)), tmp_path / "scaling.png"
     outcome = run_script(scaling, "--compare", *paths, "--plot", str(picture))
@@ -108,6 +166,7 @@ def test_compare_prints_tables_and_draws_what_was_measured(run_script, tmp_path)
     assert outcome.code == 0, outcome.err
     assert "2 processes, fsdp" in outcome.out and "2 processes, ddp" in outcome.out
     assert outcome.out.count("so many tokens a GPU on: 2,048") == 2
+    assert outcome.out.count("What several lose") == 1
     assert picture.stat().st_size > 0
 
 
@@ -135,6 +194,16 @@ def test_a_record_of_which_a_part_is_missing_is_one_sentence(run_script, tmp_pat
         if outcome.code:
             assert_refused(outcome, key)
         assert outcome.code or key not in ("rows", "world_size", "environment")
+
+
+@pytest.mark.parametrize("damage", [{"busy_us": "x"}, {"power": "x"}, {"power": None}], ids=str)
+def test_a_profile_or_a_power_without_numbers_is_one_sentence(run_script, tmp_path, damage):
+    two = record([SHARED[0] | damage], 2)
+    outcome = run_script(scaling, "--compare", *written(tmp_path, ONE, two))
+    if damage == {"power": None}:  # nothing was read
+        assert outcome.code == 0
+    else:
+        assert_refused(outcome, "rows")
 
 
 def test_flags_without_effect_are_refused(run_script, tmp_path):
@@ -269,6 +338,7 @@ def test_one_process_and_two_are_measured_and_compared(run_script, tmp_path, by_
         for r in rows:
             assert len(r["step_ms"]) == scaling.STEPS_BY_DEVICE[HAS_GPU][1]
             assert r["p20_ms"] <= r["median_ms"] <= r["p80_ms"]
+            assert not HAS_GPU or r.keys() >= {*scaling_tables.IN_PROFILE, "power"}
     outcome = run_script(scaling, "--compare", one, two)
     said = f"2 processes, {way}" if HAS_GPU else tables.not_shown("what scales is")
     assert outcome.code == 0 and said in outcome.out
@@ -280,6 +350,17 @@ def test_the_slowest_process_counts(monkeypatch, small_model):
     monkeypatch.setattr(parallel, "gather", lambda *own: [own, tuple(1e5 + each for each in own)])
     found = scaling.measure_size(called, optimizer, StepSize(1, 4), model.config.vocab_size)
     assert all(1e5 < ms < 2e5 for ms in found["step_ms"])
+
+
+def test_a_profile_is_of_the_process_that_waits_least(monkeypatch):
+    own, other = (dict.fromkeys(scaling_tables.IN_PROFILE, us) for us in (9.0, 5.0))
+    monkeypatch.setattr("harness.cli.device.HAS_GPU", True)
+    monkeypatch.setattr("harness.steps.measured.measure", lambda *args: row("", 1, 4, 100))
+    monkeypatch.setattr("harness.profiling.profiler.timeline", lambda *args: (None, own))
+    one = scaling.measure_size(None, None, StepSize(1, 4), 10)
+    monkeypatch.setattr(parallel, "gather", lambda *us: [us, tuple(other.values())])
+    two = scaling.measure_size(None, None, StepSize(1, 4), 10)
+    assert own.items() <= one.items() and other.items() <= two.items()
 
 
 def test_processes_take_different_sequences_of_one_model(monkeypatch, small_model):

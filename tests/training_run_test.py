@@ -16,6 +16,7 @@ import finetune_baseline
 import finetune_optimized
 from harness.benchmark.checking import relative_error
 from harness.cli.device import DEVICE
+from harness.cli.flags import FlagParser
 from harness.data import dataset, samples
 from harness.model import architecture, loading
 from harness.model.architecture import ModelFacts
@@ -25,6 +26,7 @@ from harness.records import run_records
 from harness.records.spread import spread
 from harness.steps import stepping
 from harness.training import run_text, training_run
+from next_steps import finetune_options
 from next_steps.finetuning import kernel_training
 from tests.fixtures import needs_gpu
 from tests.small_workloads import TINY, jsonl, tiny_workload
@@ -273,6 +275,37 @@ def test_what_a_graph_would_save_is_more_than_noise(spread_ms, busy_ms, saved):
 def test_of_the_recorded_runs_a_graph_would_save_what_the_host_costs(name, saves):
     record = json.loads((HERE / f"results/{name}.json").read_text())
     assert (GRAPH in block_rows(record)) is saves
+
+
+OWN_DATA = {"data": "runs/mine.jsonl", "dtype": "bf16", "kernels": ["adamw"]}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_advised"),
+    [
+        ({}, True),
+        ({"kernels": []}, True),
+        ({"data": "stdlib"}, False),
+        ({"data": "synthetic"}, False),
+        ({"dtype": "fp32"}, False),
+        ({"stochastic_rounding": True}, False),
+        ({"opponent": "liger"}, False),
+        ({"lora_rank": 16}, False),
+        ({"teacher": "tiny"}, False),
+    ],
+)
+def test_rounding_at_random_is_advised_where_a_users_weights_are_rounded_to_the_nearest(
+    said, is_advised
+):
+    advice = run_text.rounding_advice(GPU_RUN | OWN_DATA | said)
+    assert len(advice) == is_advised
+    for line in advice:
+        assert run_text.result_block(GPU_RUN | OWN_DATA | said).endswith(f"\n{line}")
+        words = line.split(": ")[1].split()
+        flags = words[1 : words.index("keeps")]
+        args = FlagParser("", finetune_options.OPTIMIZED).parse_args(flags)
+        assert args.stochastic_rounding and "adamw" in args.kernels
+        assert "output: moments_accuracy" in (HERE / "docs/own_data.md").read_text()
 
 
 def test_older_records_have_a_result_block():

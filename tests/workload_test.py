@@ -58,7 +58,7 @@ def test_a_script_without_steps_has_none():
 FLAGS = [
     [],
     ["--model", "tiny", "--random-init", "--data", "synthetic", "--seed", "0", "--steps", "3"],
-    ["--kernels", "none"],
+    ["--kernels", "none", "--deterministic"],
     ["--kernels", "all", "--stochastic-rounding", "--cuda-graph", "--lr", "1e-4"],
     ["--kernels", "all", "--fp8", "--steps", "4"],
     ["--kernels", "adamw", "--moments", "8bit"],

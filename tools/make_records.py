@@ -2,12 +2,13 @@
 
     python -m tools.make_records                          # list the runs
     python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 checks
-    python -m tools.make_records estimates                # without a GPU; with the line above: all
+    python -m tools.make_records estimates                # without a GPU
+    python -m tools.make_records several                  # on two GPUs; with the lines above: all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
-random weights; the largest needs 117 GB of GPU memory.  fp8_accuracy needs a model with trained
+random weights; the largest needs 130 GB of GPU memory.  fp8_accuracy needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
 wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
 So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
@@ -25,6 +26,7 @@ from pathlib import Path
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
+from harness.cli.processes import PARALLEL
 
 HERE = Path(__file__).parents[1]
 ACCURACY = "next_steps.studies.fp8_accuracy --model runs/smollm2"
@@ -40,6 +42,8 @@ STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
+SCALING = "next_steps.studies.scaling --random-init --sizes 4x2048,4x2048x4"
+BY_TWO = "torch.distributed.run --nproc-per-node 2 -m"
 CHECKS = "check_toolchain", "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
 STEP_SIZES = {"1x512": SMALL, "4x2048": LARGE}
 ESTIMATED = {  # what is trained, as a record's name says it
@@ -134,10 +138,12 @@ RUNS: dict[str, dict[str, str]] = {
         "lora_all_2x4096_times_16": f"{OPTIMIZED} {AUTOMODEL} {LORA} {ALL} --steps 4",
     },
     "moments": {
+        "moments_fused_1x512": f"{OPPONENT} {SMALL} --opponent fused-adamw",
+        "moments_flashoptim_1x512": f"{OPPONENT} {SMALL} --opponent flashoptim",
         "moments_bf16_1x512": f"{OPTIMIZED} {SMALL} {ALL} --cuda-graph",  # beside the next
         "moments_8bit_1x512": f"{OPTIMIZED} {SMALL} {ALL} --moments 8bit --cuda-graph",
         "profile_moments_1x512": f"{PROFILE} {SMALL} {ALL} --moments 8bit",
-        "moments_accuracy": f"{ACCURACY} moments --jobs 10",
+        "moments_accuracy": f"{ACCURACY} moments --jobs 15",
     },
     "families": {
         "qwen3_baseline_4x2048": f"{BASELINE} {QWEN3} --steps 12",
@@ -158,6 +164,10 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_fp8_4x2048": f"{PROFILE} {LARGE} {ALL} --fp8",
         "profile_fp8_1x512": f"{PROFILE} {SMALL} {ALL} --fp8",
         "fp8_accuracy": f"{ACCURACY} accuracy --jobs 15",
+    },
+    "several": {
+        "scaling_lost_1": SCALING,
+        **{f"scaling_lost_{way}_2": f"{BY_TWO} {SCALING} --parallel {way}" for way in PARALLEL},
     },
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
@@ -192,7 +202,8 @@ def run_in_time(process: subprocess.Popen, words: list[str], seconds: float | No
     try:
         return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()  # torchrun ends its processes then
+        process.wait()
         return False
 
 

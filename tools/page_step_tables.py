@@ -35,6 +35,8 @@ from tools.page_records import (
 GPU_WORK = "kernel", "gpu_memcpy", "gpu_memset"  # categories of a Chrome trace
 SHOWN_FROM_MS = 0.05  # a category that takes less in every profile has no row
 SHORT_NAMES = {  # for a column that must not be wide
+    OPPONENTS["fused-adamw"]: "fused AdamW",
+    OPPONENTS["flashoptim"]: "FlashOptim",
     OPPONENTS["rms-norm"]: "F.rms_norm",
     OPPONENTS["liger"]: "Liger",
     OPPONENTS["unsloth"]: "Unsloth",
@@ -363,6 +365,11 @@ def scaling_table(parallel: str, study: str = "scaling") -> str:
     """Each of two GPUs beside one alone."""
     records = load_record(f"{study}_1"), load_record(f"{study}_{parallel}_2")
     return Table(scaling_tables.headings(records[1]), scaling_tables.body(*records)).markdown()
+
+
+def lost(*names: str) -> str:
+    """What a step on several GPUs loses, by cause; the first record is of one."""
+    return scaling_tables.lost_table(*map(load_record, names)).markdown()
 
 
 def crossovers() -> str:

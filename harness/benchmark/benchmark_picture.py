@@ -24,7 +24,7 @@ COLOURS = {
     "torch.optim": "#999999",
     "Liger-Kernel, CuTe": "#882255",
     "Liger": "#CC79A7",
-    "TRL": "#009E73",
+    "TRL": "#E69F00",
     "QuACK": "#009E73",
     "bitsandbytes": "#009E73",
     "torchao": "#E69F00",

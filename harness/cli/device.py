@@ -45,13 +45,24 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def take_threads(model: str) -> None:
-    """Give the tiny model one thread of a CPU, unless OMP_NUM_THREADS is set.
+def begin_process(model: str, deterministic: bool = False) -> None:
+    """Set what holds for the whole process; call this before the first matrix product.
 
-    Several threads wait for each other up to a hundred times as long as they work.
+    The tiny model gets one thread of a CPU, unless OMP_NUM_THREADS is set.  Several threads wait
+    for each other up to a hundred times as long as they work.
+
+    With `deterministic` PyTorch takes only algorithms that give the same bits in each run, and an
+    operation that has none raises a RuntimeError.  Attention is then FlashAttention, whose backward
+    adds in a fixed order, and never cuDNN's.
     """
     if model == TINY_MODEL and not HAS_GPU and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+    if deterministic:
+        # cuBLAS adds in one order with such a workspace.  PyTorch reads the variable only once.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # new tensors would be filled with NaN, which takes time and changes no result
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def require_interpreter() -> None:

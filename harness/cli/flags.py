@@ -41,6 +41,7 @@ WARMUP_STEPS = 2
 # next_steps/finetuning/opponents.py makes them
 OPPONENTS = {
     "fused-adamw": "fused AdamW",
+    "flashoptim": "FlashOptim",
     "rms-norm": "F.rms_norm, fused AdamW",
     "compile": "torch.compile, fused AdamW",
     "compile-reduce-overhead": "torch.compile reduce-overhead, fused AdamW",
@@ -128,6 +129,7 @@ OF_TRAINING = {
     ),
     "--offload": switch("what a layer keeps for the backward waits in the host's memory"),
     "--cuda-graph": switch("record a step once and replay it, so that each is one launch"),
+    "--deterministic": switch("only kernels that give the same bits in each run, at a price"),
     "--parallel": row(
         "fsdp gives each process a share of every parameter (the default), ddp all of them",
         choices=PARALLEL,
@@ -292,6 +294,9 @@ RULES = [
     excludes("--opponent=compile-reduce-overhead", "--cuda-graph --accumulate",
         "{flag} records CUDA graphs of its own, which no other graph can hold and which overwrite "
         "sums of gradients: leave {other} out"),
+    excludes("--opponent=flashoptim", "--cuda-graph",
+        "{flag} counts its steps on the host, and {other} would repeat one of them: leave {other} "
+        "out"),
     excludes(f"--cuda-graph {COMPILED_OPPONENTS}", "--pack",
         "{flag} records or compiles a step for those after it, and with {other} samples end "
         "elsewhere in each: leave one of the two out"),

@@ -73,6 +73,7 @@ class Workload:
     recompute: str | None = field(default=None, compare=False)  # of flags.RECOMPUTE
     offload: bool = field(default=False, compare=False)
     cuda_graph: bool = field(default=False, compare=False)
+    deterministic: bool = field(default=False, compare=False)
     opponent: str | None = field(default=None, compare=False)  # of flags.OPPONENTS
     warmup: int | None = field(default=None, compare=False)  # steps before the profiled one
     parallel: str | None = field(default=None, compare=False)  # of processes.PARALLEL
@@ -247,7 +248,8 @@ def kernels_in_words(record: dict) -> str:
         if "fp8_layers" in record:
             names[-1] += " in {} of {} layers".format(*record["fp8_layers"])
     names += [f"{record['moments']} moments"] if "moments" in record else []
-    names += [name for name in ("stochastic_rounding", "cuda_graph") if record.get(name)]
+    switches = "stochastic_rounding", "cuda_graph", "deterministic"
+    names += [name for name in switches if record.get(name)]
     names += [f"recompute {record['recompute']}"] if "recompute" in record else []
     names += ["offload"] if "offload" in record else []
     names += [OPPONENTS[record["opponent"]]] if "opponent" in record else []

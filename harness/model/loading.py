@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import find_adapter_config_file
 
 from harness.cli.command_line import UserError
-from harness.cli.device import DEVICE, require_interpreter, take_threads
+from harness.cli.device import DEVICE, begin_process, require_interpreter
 from harness.cli.workload import Workload, draws_weights
 from harness.model.architecture import TORCH_DTYPES, build_model, for_training
 from harness.model.config_file import load_config, misfits_in_words, reading
@@ -26,7 +26,7 @@ def load_model(workload: Workload) -> torch.nn.Module:
 
 def begin(workload: Workload) -> PreTrainedConfig:
     """Return the model's configuration, set the seed, refuse what must not wait for loading."""
-    take_threads(workload.model)
+    begin_process(workload.model, workload.deterministic)
     config = load_config(workload)
     if workload.kernels:
         require_interpreter()

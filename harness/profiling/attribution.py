@@ -29,9 +29,11 @@ MATMUL_OPERATION = re.compile(r"aten::(_scaled_|add|b|badd)?mm_?$|aten::(matmul|
 ATTENTION_OPERATION = re.compile(r"scaled_dot_product|_(flash|efficient|cudnn)_attention")
 # our autograd.Functions, by a part of their names
 CATEGORY_OF_FUNCTION = {name: each for row in KERNEL_ROWS for name, each in row.functions.items()}
-CATEGORY_OF_KERNEL = {
-    "matmul": re.compile("gemm|cutlass|nvjet"),
+CATEGORY_OF_KERNEL = {  # attention's kernels may be made of CUTLASS
     "attention": re.compile("flash|fmha|sdpa"),
+    "matmul": re.compile("gemm|cutlass|nvjet|splitK"),
+    # copies.  FSDP2's also cat and split; DDP's into a bucket multiply by 1 / processes.
+    OTHER: re.compile("[cC]opy|Memcpy|chunk_cat|UnaryFunctor<[^>]*MulFunctor"),
 }
 NCCL = "nccl"  # how the names of its kernels begin
 RUNTIME_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx and others
@@ -345,15 +347,21 @@ def idle_times(events: list[FunctionEvent]) -> dict:
     }
 
 
-def communication_times(events: list[FunctionEvent]) -> dict:
-    """Return the microseconds in which NCCL's kernels ran, and in which they ran alone: exposed.
+def times_by_kind(events: list[FunctionEvent]) -> dict:
+    """Return the microseconds in which kernels of a kind ran; their names tell the kind.
 
-    Both include the waiting for processes that come later.
+    communication_us: NCCL's; exposed_us: NCCL's alone.  Both include the waiting for processes that
+    come later.  products_us: matrix products; copies_us: copies beside which no product ran.
     """
-    kernels = gpu_events(events)
-    nccl = [kernel for kernel in kernels if kernel.name.startswith(NCCL)]
-    others = [kernel for kernel in kernels if not kernel.name.startswith(NCCL)]
+    named = defaultdict(list)
+    for kernel in gpu_events(events):
+        named[category_by_name(kernel.name) or category_of_kernel(kernel.name)].append(kernel)
+    nccl = named.pop(kernel_facts.COMMUNICATION, [])
+    products, copies = named["matmul"], named[OTHER]
+    others = [*itertools.chain(*named.values())]
     return {
         "communication_us": covered_us(nccl),
-        "exposed_us": covered_us(kernels) - covered_us(others),
+        "exposed_us": covered_us(nccl + others) - covered_us(others),
+        "products_us": covered_us(products),
+        "copies_us": covered_us(products + copies) - covered_us(products),
     }

@@ -116,7 +116,7 @@ def profiled_step(
 def timeline(
     model, optimizer, steps: list[list[dataset.Batch]], take_step: Callable = stepping.training_step
 ) -> tuple[profile, dict]:
-    """Return a profile of kernels and CUDA calls alone, and when the GPU was idle or communicating.
+    """Return a profile of kernels and CUDA calls alone, and the times by their kinds and when idle.
 
     Recording operations too would slow the host down, by up to a quarter where the GPU waits for
     the host.  Kernels take the same time, but the time between them would be the profiler's.
@@ -124,7 +124,7 @@ def timeline(
     activities = [ProfilerActivity.CUDA]
     profiler, ms = recorded_step(model, optimizer, steps, take_step, activities=activities)
     events = profiler.events()
-    times = {**attribution.idle_times(events), **attribution.communication_times(events)}
+    times = {**attribution.idle_times(events), **attribution.times_by_kind(events)}
     return profiler, {"step_ms": ms, "busy_us": attribution.busy_us(events), **times}
 
 

@@ -57,6 +57,8 @@ def is_scaling_row(value: object) -> bool:
     """Return True for a way at a size, measured or too large."""
     numbers = "median_ms", "p20_ms", "p80_ms", "tokens_per_second_per_gpu", "peak_memory_bytes"
     named = has_numbers("batch_size", "seq_len")(value) and is_text(value.get("way"))
+    named = named and all(is_number(us) for key, us in value.items() if key.endswith("_us"))
+    named = named and has_numbers("watts")(value.get("power") or {"watts": 0})
     return named and ("failure" in value or has_numbers(*numbers)(value))
 
 

@@ -15,6 +15,7 @@ import statistics
 import threading
 
 EVERY_S = 0.1
+MEAN_OF_S = 1.0  # before a reading, of which it says the mean
 
 
 class PowerMeter:
@@ -79,5 +80,5 @@ def power_in_words(reading: dict | None) -> str:
 def joules_per_token(record: dict) -> float | None:
     """Return a GPU's measured watts divided by its tokens a second; None where none were read."""
     power = record.get("power")
-    per_gpu = record.get("tokens_per_second_per_gpu", record["tokens_per_second"])
+    per_gpu = record.get("tokens_per_second_per_gpu", record.get("tokens_per_second"))
     return power and power["watts"] / per_gpu

@@ -49,6 +49,20 @@ def share_of_step(record: dict, key: str, of_what: str) -> str:
     return f"{100 * share:.0f} % of the median step: {ms:,.1f} ms {of_what}"
 
 
+def rounding_advice(record: dict) -> list[str]:
+    """Return the sentence for a run that rounds bf16 weights to the nearest, if it may decide.
+
+    Such a run trains all weights on a user's own data.  The tutorial's runs and an opponent's
+    compare PyTorch as it is, so nothing is advised there.  What adapters gain was not measured.
+    """
+    own_data = record.get("data") not in (None, "stdlib", "synthetic")
+    otherwise = "stochastic_rounding", "opponent", "lora_rank", "teacher"
+    if not own_data or record["dtype"] != "bf16" or any(record.get(key) for key in otherwise):
+        return []
+    flags = "finetune_optimized.py --kernels all --stochastic-rounding"
+    return [f"bf16 weights round small updates away: {flags} keeps them (docs/own_data.md)."]
+
+
 def result_block(record: dict) -> str:
     """Return the playbook's result block, from a record; older records lack some of its lines."""
     on_gpu = record["environment"]["gpu"] is not None
@@ -67,7 +81,7 @@ def result_block(record: dict) -> str:
         rows["Distillation loss:"] = change
         more.append(teacher_line(record))
     lines = [f"{name:<25} {text}" for name, text in rows.items()]
-    return "\n".join([title(f"{record['title']} Results"), *lines, *more])
+    return "\n".join([title(f"{record['title']} Results"), *lines, *more, *rounding_advice(record)])
 
 
 def times_of(record: dict) -> dict[str, str]:

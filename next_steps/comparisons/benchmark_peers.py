@@ -27,15 +27,15 @@ CUTE_IN_PLACE = f"{CUTE}, in place"
 TRITON_OPS, CUTE_OPS = "liger_kernel.ops", "liger_kernel.ops.cutedsl.ops"
 
 
-def in_language(function: Callable, language: str = "triton") -> Callable:
-    """Return a function of Liger-Kernel that takes kernels in this language, in each call.
+def in_triton(function: Callable) -> Callable:
+    """Return a function of Liger-Kernel that takes kernels in Triton, in each call.
 
     Liger-Kernel chooses by itself, for some kernels CuTe DSL where CUTLASS is installed.
     """
     from liger_kernel.backends import set_impl
 
     def call(*inputs):
-        set_impl(f"nvidia-{language}")
+        set_impl("nvidia-triton")
         return function(*inputs)
 
     return call
@@ -55,7 +55,7 @@ def liger_cross_entropy() -> list[Implementation]:
     from liger_kernel.transformers import LigerCrossEntropyLoss
 
     # The host reads the number of valid targets.
-    return [Implementation(LIGER_IN_PLACE, in_language(LigerCrossEntropyLoss()), waits=True)]
+    return [Implementation(LIGER_IN_PLACE, in_triton(LigerCrossEntropyLoss()), waits=True)]
 
 
 def liger_swiglu(name: str = LIGER_IN_PLACE, ops: str = TRITON_OPS) -> list[Implementation]:
@@ -66,7 +66,7 @@ def liger_rope() -> list[Implementation]:
     from liger_kernel.transformers import liger_rotary_pos_emb
 
     # It overwrites q, k and the gradients of its outputs.
-    return [Implementation(LIGER_IN_PLACE, in_language(liger_rotary_pos_emb))]
+    return [Implementation(LIGER_IN_PLACE, in_triton(liger_rotary_pos_emb))]
 
 
 def liger_qk_norm_rope() -> list[Implementation]:
@@ -77,17 +77,22 @@ def liger_qk_norm_rope() -> list[Implementation]:
         return LigerRMSNormFunction.apply(x, weight, QWEN3_EPS, 0.0, "llama", False)
 
     # Its RoPE overwrites the results of its norm, and the gradients that come in.
-    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, in_language(liger_rotary_pos_emb)))]
+    return [Implementation(LIGER_IN_PLACE, norm_then_rope(norm, in_triton(liger_rotary_pos_emb)))]
 
 
-def liger_linear_cross_entropy(
-    name: str = LIGER, language: str = "triton", reduction: str = "mean"
-) -> list[Implementation]:
+def liger_linear_cross_entropy(reduction: str = "mean") -> list[Implementation]:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss = in_language(LigerFusedLinearCrossEntropyLoss(reduction=reduction), language)
+    loss = LigerFusedLinearCrossEntropyLoss(reduction=reduction)  # in Triton, whatever is set
     # The host reads that number here too.
-    return [Implementation(name, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+    return [Implementation(LIGER, lambda hidden, w, targets: loss(w, hidden, targets), waits=True)]
+
+
+def sm90_linear_cross_entropy() -> list[Implementation]:
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+    # All rows at once. It refuses what is no Hopper GPU and what is not bf16.
+    return [Implementation(f"{CUTE}, sm_90", sm90.liger_fused_linear_cross_entropy_sm90)]
 
 
 def liger_reverse_kl() -> list[Implementation]:
@@ -95,7 +100,7 @@ def liger_reverse_kl() -> list[Implementation]:
 
     # The generalized JSD of log-probabilities. PyTorch computes these. With beta 1 it is
     # KL(student || teacher).
-    jsd = in_language(LigerJSD(beta=1.0))
+    jsd = in_triton(LigerJSD(beta=1.0))
 
     def reverse_kl(student, teacher, mask=None):
         logs = [F.log_softmax(each, -1, dtype=torch.float32) for each in (student, teacher)]
@@ -166,7 +171,7 @@ def optimizer_filled_by(make: Callable, fill: Callable) -> Callable:
         (p,) = params
         before, optimizer = p.clone(), make(params)
         optimizer.step()
-        p.copy_(before)
+        p.detach().copy_(before)
         optimizer.load_state_dict = lambda given: fill(optimizer.state[p], given["state"][0])
         return optimizer
 
@@ -200,6 +205,28 @@ def bitsandbytes_adamw8() -> list[Implementation]:
     return [Implementation("bitsandbytes, AdamW8bit", make, waits=True)]  # after each parameter
 
 
+def flashoptim_adamw8() -> list[Implementation]:
+    from flashoptim import FlashAdamW
+
+    def fill(state, given):
+        state["step"].fill_(given["step"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].set_data(given[key])
+        if "error_bits" in state:  # the weights are as they came
+            state["error_bits"].zero_()
+
+    def make(params, bits):
+        # it steps nothing else
+        return FlashAdamW([p.requires_grad_() for p in params], **ADAMW, master_weight_bits=bits)
+
+    def row(weights: str, bits: int | None) -> Implementation:
+        of_bits = functools.partial(make, bits=bits)
+        return Implementation(f"FlashOptim, {weights}", optimizer_filled_by(of_bits, fill))
+
+    # 10.25 bytes, and 12.25: 8 further bits of a weight are read and written
+    return [row("bf16 weights", None), row("24-bit weights", 24)]
+
+
 def quack_rmsnorm() -> list[Implementation]:
     import quack
 
@@ -214,6 +241,13 @@ def quack_cross_entropy() -> list[Implementation]:
         Implementation("QuACK", quack.cross_entropy),
         Implementation("QuACK, in place", in_place, backward_again=False),
     ]
+
+
+def quack_linear_cross_entropy() -> list[Implementation]:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    # Chunks of 4,096 rows, dweight summed in fp32. Its backward multiplies what the forward kept.
+    return [Implementation("QuACK", chunked_linear_cross_entropy, backward_again=False)]
 
 
 LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its implementations})
@@ -238,15 +272,18 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
             "cross_entropy": cute_cross_entropy,
             "swiglu": lambda: liger_swiglu(CUTE_IN_PLACE, CUTE_OPS),
             "rope": cute_rope,
-            # the loss in its chunks; the products too are CuTe DSL's on sm_100 alone
-            "linear_cross_entropy": lambda: liger_linear_cross_entropy(CUTE, "cutedsl"),
+            "linear_cross_entropy": sm90_linear_cross_entropy,
         },
     ),
     "TRL": ("trl", "trl", {"linear_cross_entropy": trl_linear_cross_entropy}),
     "QuACK": (
         "quack-kernels",
         "quack",
-        {"rmsnorm": quack_rmsnorm, "cross_entropy": quack_cross_entropy},
+        {
+            "rmsnorm": quack_rmsnorm,
+            "cross_entropy": quack_cross_entropy,
+            "linear_cross_entropy": quack_linear_cross_entropy,
+        },
     ),
     "bitsandbytes": (
         "bitsandbytes",
@@ -254,6 +291,7 @@ LIBRARIES = {  # library: (its name for pip, the module, {kernel: what makes its
         {"nf4": bitsandbytes_nf4, "adamw8": bitsandbytes_adamw8},
     ),
     "torchao": ("torchao", "torchao", {"adamw8": torchao_adamw8}),
+    "FlashOptim": ("flashoptim", "flashoptim", {"adamw8": flashoptim_adamw8}),
 }
 
 

@@ -76,9 +76,8 @@ def liger() -> Makers:
             loss = partial(peers.cute_cross_entropy, name, ops, reduction)
             yield f"cross_entropy{end}", of_flat_rows(loss)
     for end, reduction in ENDINGS.items():
-        for name, language in ((peers.LIGER, "triton"), (peers.CUTE, "cutedsl")):
-            loss = partial(peers.liger_linear_cross_entropy, name, language, reduction)
-            yield f"linear_cross_entropy{end}", of_flat_rows(loss)
+        loss = partial(peers.liger_linear_cross_entropy, reduction)
+        yield f"linear_cross_entropy{end}", of_flat_rows(loss)
     yield "qk_norm_rope", peers.liger_qk_norm_rope
     yield "reverse_kl", of_flat_rows(peers.liger_reverse_kl)
 

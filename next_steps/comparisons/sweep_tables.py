@@ -56,8 +56,8 @@ def copy_ceiling(record: dict) -> float:
     return best_copy_gbs(record["copy_gbs"], filter(None, reached), record["environment"]["gpu"])
 
 
-def setting_row(record: dict, section: dict, row: dict) -> list[str]:
-    share = share_in_words(gbs_of(section, row), copy_ceiling(record), ".0%").removesuffix("%")
+def setting_row(ceiling: float, section: dict, row: dict) -> list[str]:
+    share = share_in_words(gbs_of(section, row), ceiling, ".0%").removesuffix("%")
     cells = [
         programs(value, section) if knob == "n_programs" else value
         for knob, value in row["setting"].items()
@@ -77,7 +77,8 @@ def section_table(record: dict, section: dict) -> str:
     knobs = list(section["shipped"])
     tried = section["tried"]
     fastest_first = sorted(tried, key=lambda row: (row["us"] is None, row["us"]))
-    body = [setting_row(record, section, row) for row in (fastest_first if on_gpu else tried)]
+    ceiling = copy_ceiling(record)
+    body = [setting_row(ceiling, section, row) for row in (fastest_first if on_gpu else tried)]
     headers = [*knobs, "us", "% of copy", "Registers", "Spilled", ""]
     align = ["right"] * (len(headers) - 1) + ["left"]
     whole = Table(headers, body, align, keys=len(knobs))

@@ -1,13 +1,16 @@
 """The models that others offer for the same training, as opponents.py trains them.
 
-RECIPES says how each opponent's model is made.  All of them have PyTorch's fused AdamW and the loop
-of our own runs.
+RECIPES says how each opponent's model is made.  Their optimizer is PyTorch's fused AdamW, but for
+`flash_adamw`.  All of them have the loop of our own runs.
 """
 
+import importlib
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from tokenizers import Tokenizer, models
@@ -32,6 +35,20 @@ from next_steps.lessons.fp8_kernel import fp8_support
 from next_steps.patches import patched_model
 
 
+def opponent_module(module: str, title: str, package: str) -> ModuleType:
+    """Return an opponent's module, or raise the UserError that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{title} is not installed: pip install {package}") from error
+
+
+def require_gpu(workload: Workload) -> None:
+    """Refuse an opponent that needs a GPU where there is none."""
+    if not HAS_GPU:
+        raise UserError(f"--opponent {workload.opponent} needs a CUDA GPU and none was found")
+
+
 def with_rms_norm(workload: Workload) -> torch.nn.Module:
     """Return the model with torch.nn.functional.rms_norm in place of transformers' formula."""
 
@@ -48,13 +65,36 @@ def with_rms_norm(workload: Workload) -> torch.nn.Module:
 
 def with_liger(workload: Workload) -> torch.nn.Module:
     """Return the model with Liger-Kernel's patch for the model's family."""
-    try:
-        from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise UserError("Liger-Kernel is not installed: pip install liger-kernel") from error
+    monkey_patch = opponent_module(
+        "liger_kernel.transformers.monkey_patch", "Liger-Kernel", "liger-kernel"
+    )
     kind = load_config(workload).model_type
     getattr(monkey_patch, f"apply_liger_kernel_to_{kind}")()
     return patched_model.load_with_adapters(workload)
+
+
+def with_flash_adamw(workload: Workload) -> torch.nn.Module:
+    """Return the model with the workload's kernels, if it has any, for `flash_adamw`."""
+    require_gpu(workload)
+    opponent_module("flashoptim", "FlashOptim", "flashoptim")
+    return patched_model.load_patched(workload)
+
+
+def flash_adamw(model: torch.nn.Module, workload: Workload) -> torch.optim.Optimizer:
+    """Return FlashOptim's AdamW: moments in 8 bits, and 8 further bits for each bf16 weight.
+
+    It steps in the backward as ours does, but cannot if gradients are added up or averaged before.
+    """
+    from flashoptim import FlashAdamW, enable_gradient_release
+
+    params = stepping.trained(model)
+    in_fp32 = all(p.dtype == torch.float32 for p in params)  # there it refuses to add bits
+    optimizer = FlashAdamW(params, lr=workload.lr, master_weight_bits=None if in_fp32 else 24)
+    if workload.micro_batches == 1 and workload.world_size is None:
+        enable_gradient_release(model, optimizer)
+        # step() and zero_grad() of our loop do nothing then, and would say so
+        warnings.filterwarnings("ignore", ".*is a no-op while enable_gradient_release")
+    return optimizer
 
 
 def with_float8(workload: Workload) -> torch.nn.Module:
@@ -63,17 +103,14 @@ def with_float8(workload: Workload) -> torch.nn.Module:
     Without torch.compile the model would be slower than without FP8.  With LoRA the frozen
     projections are in float8, and the adapters beside them stay as they are.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UserError("torchao is not installed: pip install torchao") from error
+    float8 = opponent_module("torchao.float8", "torchao", "torchao")
     if reason := fp8_support():
         raise UserError(f"--opponent {workload.opponent}: {reason}")
     model = patched_model.load_with_adapters(workload)
-    config = Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
+    config = float8.Float8LinearConfig.from_recipe_name(workload.opponent.removeprefix("torchao-"))
     no_adapter = {"module_filter_fn": lambda module, name: "lora_" not in name}
     for layer in model.model.layers:
-        convert_to_float8_training(layer, config=config, **no_adapter)
+        float8.convert_to_float8_training(layer, config=config, **no_adapter)
         layer.compile()
     return model
 
@@ -87,13 +124,9 @@ def with_unsloth(workload: Workload) -> torch.nn.Module:
     forward multiplies in FP8, the backward in bf16.  Unsloth leaves a copy of these weights in the
     directory for temporary files.
     """
-    if not HAS_GPU:
-        raise UserError(f"--opponent {workload.opponent} needs a CUDA GPU and none was found")
+    require_gpu(workload)
     config = begin(workload)
-    try:
-        from unsloth import FastLanguageModel
-    except ImportError as error:
-        raise UserError("Unsloth is not installed: pip install unsloth") from error
+    FastLanguageModel = opponent_module("unsloth", "Unsloth", "unsloth").FastLanguageModel
 
     is_lora, saved = workload.lora_rank is not None, None
     if workload.adapter is not None:
@@ -172,6 +205,7 @@ def compiled(model: torch.nn.Module, mode: str) -> Callable:
 
 RECIPES = {  # by the words of --opponent: what makes the model
     "fused-adamw": patched_model.load_with_adapters,
+    "flashoptim": with_flash_adamw,
     "rms-norm": with_rms_norm,
     "compile": patched_model.load_with_adapters,
     "compile-reduce-overhead": patched_model.load_with_adapters,
@@ -192,6 +226,8 @@ def prepare_opponent(workload: Workload) -> tuple[torch.nn.Module, Callable, tor
     called = parallel.wrap(model, workload)
     if name in COMPILE_MODES:
         called = compiled(model, COMPILE_MODES[name])
+    if name == "flashoptim":
+        return model, called, flash_adamw(model, workload)
     optimizer = stepping.make_optimizer(model, workload.lr, fused=True, capturable=graph)
     return model, called, optimizer
 

@@ -9,8 +9,8 @@ from harness.cli.workload import Workload
 
 FLAGS = without(OF_TRAINING, "--recompute", "--offload") | OF_FINETUNING
 FLAGS["--opponent"] = row(
-    "what others offer in place of our kernels: PyTorch's fused AdamW alone, or with "
-    "F.rms_norm, torch.compile, Liger-Kernel's patch, Unsloth or torchao's float8",
+    "what others offer in place of our kernels: FlashOptim's AdamW, or PyTorch's fused AdamW alone "
+    "or with F.rms_norm, torch.compile, Liger-Kernel's patch, Unsloth or torchao's float8",
     required=True,
     choices=OPPONENTS,
 )

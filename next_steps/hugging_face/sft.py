@@ -23,6 +23,7 @@ from harness.profiling.kernel_facts import KERNELS, LOSS_KERNELS
 
 TRAINING = "--model", "--random-init", "--batch-size", "--seq-len", "--seed", "--dtype"
 TRAINING += "--accumulate", "--lora-rank", "--lora-alpha", "--lora-targets", "--json"
+TRAINING += ("--deterministic",)
 FLAGS = {flag: OF_TRAINING[flag] for flag in TRAINING}
 FLAGS |= {flag: OF_FINETUNING[flag] for flag in ("--steps", "--lr")}
 FLAGS["--kernels"] = of_kernels(KERNELS, default="all")["--kernels"]

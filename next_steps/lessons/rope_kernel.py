@@ -51,6 +51,7 @@ ValueError.
 """
 
 import functools
+import itertools
 
 import torch
 
@@ -146,6 +147,35 @@ def _load_halves(ptrs, mask, HALF: tl.constexpr):
     return tl.load(ptrs, mask=mask), tl.load(ptrs + HALF, mask=mask)
 
 
+# The same program for torch.compile, which records numbers and tensors but no tuples.
+@triton.jit(do_not_specialize=["T"])
+def _rope_kernel_without_tuples(
+    q_ptr, q_batch_stride, q_head_stride, q_token_stride,
+    k_ptr, k_batch_stride, k_head_stride, k_token_stride,
+    cos_ptr, cos_batch_stride, cos_token_stride,
+    sin_ptr, sin_batch_stride, sin_token_stride,
+    q_rot_ptr, q_rot_batch_stride, q_rot_head_stride, q_rot_token_stride,
+    k_rot_ptr, k_rot_batch_stride, k_rot_head_stride, k_rot_token_stride,
+    T,
+    n_q_heads,
+    n_k_heads,
+    BACKWARD: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    _rope_kernel(
+        (q_ptr, q_batch_stride, q_head_stride, q_token_stride),
+        (k_ptr, k_batch_stride, k_head_stride, k_token_stride),
+        (cos_ptr, cos_batch_stride, cos_token_stride),
+        (sin_ptr, sin_batch_stride, sin_token_stride),
+        (q_rot_ptr, q_rot_batch_stride, q_rot_head_stride, q_rot_token_stride),
+        (k_rot_ptr, k_rot_batch_stride, k_rot_head_stride, k_rot_token_stride),
+        *(T, n_q_heads, n_k_heads, BACKWARD, HALF, BLOCK_HALF, BLOCK_Q, BLOCK_K),
+    )
+
+
 # Pointers (heads, BLOCK_HALF) to the first halves of a token's heads in q or k.
 @triton.jit
 def heads_of(tensor, batch, token, heads, cols):
@@ -186,21 +216,28 @@ def _results(q, k, cos, sin, backward):
     _results,
     # The order of the results' dimensions depends on the strides: they must be as traced.
     tags=(torch.Tag.needs_exact_strides,),
+    launches_are_recordable=True,
 )
 def _launch(q, k, cos, sin, backward):
     q_rot, k_rot = _results(q, k, cos, sin, backward)
     (B, n_q_heads, T, D), n_k_heads = q.shape, k.shape[1]
     q, k = _adjacent(q, q_rot), _adjacent(k, k_rot)
     n_groups, options = _options(n_q_heads, n_k_heads, D // 2)
+    tensors = (
+        (q, *q.stride()[:3]),
+        (k, *k.stride()[:3]),
+        angles_of(cos),
+        angles_of(sin),
+        (q_rot, *q_rot.stride()[:3]),
+        (k_rot, *k_rot.stride()[:3]),
+    )
+    kernel = _rope_kernel
+    if support.recording.get():
+        kernel, tensors = _rope_kernel_without_tuples, itertools.chain(*tensors)
     if B * T * n_groups > 0:
         with support.on_device_of(q):
-            _rope_kernel[(B * T, n_groups)](
-                (q, *q.stride()[:3]),
-                (k, *k.stride()[:3]),
-                angles_of(cos),
-                angles_of(sin),
-                (q_rot, *q_rot.stride()[:3]),
-                (k_rot, *k_rot.stride()[:3]),
+            support.recordable(kernel)[(B * T, n_groups)](
+                *tensors,
                 T,
                 n_q_heads,
                 n_k_heads,

@@ -193,7 +193,7 @@ def _launch(kernel: triton.JITFunction, sources: tuple, results: tuple) -> None:
         n_programs = -(-n_rows * n_cols // BLOCK_SIZE)
     if n_programs > 0:
         with support.on_device_of(gate):
-            kernel[(n_programs,)](
+            support.recordable(kernel)[(n_programs,)](
                 *itertools.chain(*rows),  # each followed by its stride
                 *results,
                 n_rows,
@@ -217,7 +217,10 @@ def _forward_results(gate, up):
 
 
 @support.operator(
-    "tutorial::swiglu_forward", "(Tensor gate, Tensor up) -> Tensor", _forward_results
+    "tutorial::swiglu_forward",
+    "(Tensor gate, Tensor up) -> Tensor",
+    _forward_results,
+    launches_are_recordable=True,
 )
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return y (..., I) of gate and up (..., I), in their dtype."""
@@ -237,6 +240,7 @@ def _backward_results(dy, gate, up, need_y):
     "(Tensor dy, Tensor gate, Tensor up, bool need_y) -> Tensor[]",
     _backward_results,
     present=lambda dy, gate, up, need_y: (True, True, need_y),
+    launches_are_recordable=True,
 )
 def _backward_into_new_memory(dy, gate, up, need_y):
     results = _backward_results(dy, gate, up, need_y)

@@ -10,7 +10,8 @@ from harness.cli.flags import OF_PROFILER, OF_TRAINING, of_kernels, without
 from harness.cli.workload import Workload
 from harness.profiling.kernel_facts import KERNELS
 
-FLAGS = without(OF_TRAINING, "--data", "--seed", "--pack", "--cuda-graph", "--parallel")
+NO_EFFECT = "--data", "--seed", "--pack", "--cuda-graph", "--parallel", "--deterministic"
+FLAGS = without(OF_TRAINING, *NO_EFFECT)
 FLAGS |= {"--first-layers": OF_PROFILER["--first-layers"], **of_kernels(KERNELS, default="none")}
 
 

@@ -18,13 +18,16 @@ lora: adapters of rank 16, beside weights that are frozen in bf16, in FP8 and in
 the validation loss of the adapters beside the original weights, in bf16, as --merge adds them up.
 The loss beside the weights that they were trained with is printed too.
 
-moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.
+moments: bf16 moments and --moments 8bit, both also with --stochastic-rounding.  Two further ways
+keep more of a weight: --dtype fp32, rounded to bf16 for each point alone, and FlashOptim with its 8
+more bits (pip install flashoptim).
 
 The time of a step is measured if one run follows the other.  With --jobs 5 five runs share the GPU.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import itertools
 import multiprocessing
@@ -56,28 +59,31 @@ class Study(NamedTuple):
 
 IN_FP8, IN_8_BITS, ROUNDED = {"fp8": FP8_ALL}, {"moments": "8bit"}, {"stochastic_rounding": True}
 ADAPTER_FLAGS = {"bf16": {}, "fp8": IN_FP8, "nf4": {"quantize": "nf4"}}
-MOMENT_FLAGS = {"bf16": {}, "8bit": IN_8_BITS}
-MOMENT_FLAGS |= {
-    f"{way}, rounded randomly": values | ROUNDED for way, values in MOMENT_FLAGS.items()
+ROUNDED_TO_NEAREST = {"bf16": {}, "8bit": IN_8_BITS}
+MOMENT_FLAGS = {
+    **ROUNDED_TO_NEAREST,
+    "fp32, fp32 weights": {"dtype": "fp32"},
+    "8bit, 24-bit weights": {"opponent": "flashoptim"},  # beside our other kernels
+    **{f"{way}, rounded randomly": flags | ROUNDED for way, flags in ROUNDED_TO_NEAREST.items()},
 }
 STUDIES = {
     "accuracy": Study("FP8", "Products", {"bf16": {}, "fp8": IN_FP8}, "with FP8's products"),
     "lora": Study("LoRA", "Frozen weights", ADAPTER_FLAGS, "beside its own frozen weights", 16),
-    "moments": Study("8-bit moments", "Moments", MOMENT_FLAGS),
+    "moments": Study("8-bit moments", "Moments", MOMENT_FLAGS, "in fp32"),
 }
 LR = 5e-5  # of adapters ten times as much
 POINTS = 10  # of a validation curve, after the one before the first step
 
 
-def loss_curve(workload: Workload, every: int) -> dict:
+def loss_curve(workload: Workload, every: int, dtype: str) -> dict:
     """Train silently; return the record: "curve" is the validation loss at steps 0, every, ...
 
-    It is computed in the model's dtype.  "curve_as_trained" is computed as the run trains, if that
-    is in FP8 or beside quantized weights.
+    It is computed in `dtype`.  "curve_as_trained" is computed as the run trains, if that is in
+    another dtype, in FP8 or beside quantized weights.
     """
     from harness.cli.device import free_memory
     from harness.training.training_run import Run, validation_loss
-    from next_steps.finetuning import kernel_training
+    from next_steps.finetuning import kernel_training, opponent_models
     from next_steps.patches import patched_model
     from next_steps.patches.projections import without_fp8
 
@@ -91,9 +97,9 @@ def loss_curve(workload: Workload, every: int) -> dict:
 
         def add_point(self, validated):
             """Add to the curves; `validated` is the loss as the run trains."""
-            if self.workload.frozen_as:
+            if self.original is not None:
                 self.curve_as_trained.append(validated)
-                copy_adapters(self.model, self.original)
+                copy_trained(self.model, self.original)
                 validated = validation_loss(self.original, self.data.validation)
             elif self.workload.fp8:
                 self.curve_as_trained.append(validated)
@@ -103,19 +109,23 @@ def loss_curve(workload: Workload, every: int) -> dict:
 
     free_memory()  # of the run before
     with contextlib.redirect_stdout(io.StringIO()):  # a line for each step
-        model, called, optimizer = kernel_training.prepare_kernels(workload)
+        prepare = kernel_training.prepare_kernels
+        if workload.opponent:
+            prepare = opponent_models.prepare_opponent
+        model, called, optimizer = prepare(workload)
         run = Validated(workload.dtype, workload, model)
-        if workload.frozen_as:
-            run.original = patched_model.load_patched(replace(workload, fp8=None, quantize=None))
-        run.curve, run.curve_as_trained = [], []
+        run.original, run.curve, run.curve_as_trained = None, [], []
+        if workload.frozen_as or workload.dtype != dtype:
+            plain = replace(workload, fp8=None, quantize=None, dtype=dtype)
+            run.original = patched_model.load_patched(plain)
         run.add_point(run.validation_before)
         record = kernel_training.take_all_steps(run, optimizer, called)
     curves = {"curve": run.curve, "curve_as_trained": run.curve_as_trained}
     return record | curves | {"source": run.data.source}
 
 
-def copy_adapters(source, target) -> None:
-    """Give a model the adapters of another; only they need gradients."""
+def copy_trained(source, target) -> None:
+    """Give a model what another has trained, all weights or adapters, in the model's own dtype."""
     found = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         if parameter.requires_grad:
@@ -123,13 +133,17 @@ def copy_adapters(source, target) -> None:
 
 
 def train_all(workloads: list[Workload], every: int, n_jobs: int) -> Iterable[dict]:
-    """Yield a record for each, in their order; of several jobs without the time of a step."""
+    """Yield a record for each, in their order; of several jobs without the time of a step.
+
+    All validate in the first one's dtype.
+    """
+    how = every, workloads[0].dtype
     if n_jobs == 1:
-        yield from (loss_curve(workload, every) for workload in workloads)
+        yield from (loss_curve(workload, *how) for workload in workloads)
         return
     context = multiprocessing.get_context("spawn")  # a process that uses a GPU cannot be forked
     with ProcessPoolExecutor(min(n_jobs, len(workloads)), context) as jobs:
-        for run in jobs.map(loss_curve, workloads, itertools.repeat(every)):
+        for run in jobs.map(loss_curve, workloads, *map(itertools.repeat, how)):
             yield run | {"median_seconds": None}
 
 
@@ -139,17 +153,25 @@ def measure_accuracy(args: argparse.Namespace) -> dict:
     from next_steps.patches.projections import require_fp8
 
     study = STUDIES[args.study]
-    if study.as_trained:
+    if any("fp8" in values for values in study.ways.values()):
         require_fp8()
     every = max(1, args.steps // POINTS)
     if not HAS_GPU:
         print(tables.NO_GPU_NOTE + "\n")
     record = {"kind": "fp8_accuracy", "study": args.study, "seeds": list(range(args.seeds))}
     record |= {"every": every, "runs": []}
-    each = list(itertools.product(record["seeds"], study.ways))
+    found = HAS_GPU and importlib.util.find_spec("flashoptim")
+    ways = [way for way, values in study.ways.items() if found or "opponent" not in values]
+    for way in study.ways.keys() - ways:
+        print(f"{way}: left out, which needs FlashOptim (pip install flashoptim) and a GPU\n")
+    each = list(itertools.product(record["seeds"], ways))
     flags = vars(args) | {"kernels": KERNELS, "lora_rank": study.lora_rank, "given": None}
     given = (flags | study.ways[way] | {"seed": seed} for seed, way in each)
-    workloads = [Workload.from_flags(argparse.Namespace(**values), HAS_GPU) for values in given]
+    workloads = []
+    for values in given:
+        opponent = values.pop("opponent", None)  # which the rules of flags allow no kernels
+        workload = Workload.from_flags(argparse.Namespace(**values), HAS_GPU)
+        workloads.append(replace(workload, opponent=opponent))
     for (seed, way), run in zip(each, train_all(workloads, every, args.jobs)):
         if not record["runs"]:
             kept = "environment", "weights", "parameters", "dtype", "batch_size", "seq_len"

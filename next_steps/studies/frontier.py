@@ -298,7 +298,7 @@ def render_longest(record: dict) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    not_here = "--data", "--batch-size", "--pack", "--cuda-graph", "--parallel"
+    not_here = "--data", "--batch-size", "--pack", "--cuda-graph", "--parallel", "--deterministic"
     of_training = flags.without(OF_TRAINING, *not_here)
     own = {
         "--plot": flags.row("GB against ms per step as a picture", metavar="FILE.png"),

@@ -10,8 +10,8 @@ of several sizes on random tokens.  The slowest process counts.  --ways and --si
 
     --ways kernels,fp8 --sizes 1x2048,4x2048,1x2048x4     # the last: 4 micro-batches of 1 x 2,048
 
---compare prints a GPU's speed among several beside its speed alone, and from how many tokens on the
-computation hides the communication.
+--compare prints a GPU's speed among several beside its speed alone, from how many tokens on the
+computation hides the communication, and what the time is lost to.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from harness.profiling.kernel_facts import KERNELS
 from harness.records import run_records
 from harness.records.spread import spread
 from next_steps.studies import scaling_tables
-from next_steps.studies.scaling_tables import WAYS, StepSize
+from next_steps.studies.scaling_tables import IN_PROFILE, WAYS, StepSize
 
 HOW = {  # the settings of each of WAYS
     "baseline": {},
@@ -54,7 +54,7 @@ STEPS_BY_DEVICE = {GPU: (2, 5), CPU: (1, 2)}  # (steps to warm up, timed steps)
 def measure_size(called: Callable, optimizer, size: StepSize, vocabulary: int) -> dict:
     """Return a row's numbers, equal in all processes, or a `failure` if the step does not fit.
 
-    communication_us and exposed_us are of the process that waits least.
+    What the profile says (`IN_PROFILE`) is of the process that waits least.
     """
     from harness.cli.device import DEVICE, HAS_GPU
     from harness.data.dataset import random_batch
@@ -74,10 +74,9 @@ def measure_size(called: Callable, optimizer, size: StepSize, vocabulary: int) -
     row["median_ms"] = statistics.median(row["step_ms"])
     row["p20_ms"], row["p80_ms"] = spread(row["step_ms"])
     row["tokens_per_second_per_gpu"] = 1e3 * size.tokens / row["median_ms"]
-    if HAS_GPU and processes.world_size() > 1:
+    if HAS_GPU:
         _, times = profiler.timeline(called, optimizer, draw(2))
-        keys = "communication_us", "exposed_us"
-        row |= zip(keys, min(parallel.gather(*(times[key] for key in keys))))
+        row |= zip(IN_PROFILE, min(parallel.gather(*(times[key] for key in IN_PROFILE))))
     return row
 
 

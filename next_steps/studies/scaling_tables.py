@@ -11,12 +11,16 @@ from harness.profiling.diagnose import EXPOSED_SHARE
 from harness.profiling.profile_tables import communication_lines
 from harness.records import run_records
 from harness.records.spread import overlap
+from harness.steps.power import joules_per_token
 
 NOT_MEASURED = "n/a"
 # what --ways calls them: their names; Liger comes last, as its patch stays in the process
 WAYS = {"baseline": "baseline", "kernels": "all kernels", "fp8": IN_FP8, "liger": "Liger"}
 WAY_COLOURS = dict(zip(WAYS.values(), ("#777777", "#D55E00", "#009E73", "#0072B2")))
 STYLES = "-", "--", ":", "-."  # of the lines of a record
+# what a row has of a profiled step, in microseconds; older records have the first two or none
+IN_PROFILE = "communication_us", "exposed_us", "products_us", "copies_us", "busy_us"
+CAUSES = "products", "copies", "exposed", "others", "gaps"
 
 
 class StepSize(NamedTuple):
@@ -172,6 +176,33 @@ def body(one: dict, record: dict) -> list[list[str]]:
     ]
 
 
+def step_parts(row: dict) -> list[float | None]:
+    """Return a step's median and its parts, by CAUSES, in ms; None for what was not measured."""
+    if not row.keys() >= {*IN_PROFILE}:
+        return [row.get("median_ms"), *[None] * len(CAUSES)]
+    _, exposed, products, copies, busy = (row[key] / 1e3 for key in IN_PROFILE)
+    others = busy - products - copies - exposed
+    return [row["median_ms"], products, copies, exposed, others, row["median_ms"] - busy]
+
+
+def lost_table(one: dict, *several: dict) -> tables.Table:
+    """Return how many ms longer a step of several processes takes than that of one, and by cause.
+
+    A row's causes add up to what is lost.  Rows of one way and size stand together.
+    """
+    alone, body = fitting_rows(one), {}
+    for record, row in ((each, row) for each in several for row in each["rows"]):
+        way, size = key = row["way"], StepSize.of(row)
+        both = row, alone.get(key, {})
+        lost = [None if None in ms else ms[0] - ms[1] for ms in zip(*map(step_parts, both))]
+        mj = [joules and 1e3 * joules for joules in map(joules_per_token, both)]
+        cells = f"{way} {size}", f"{record['world_size']}, {record['parallel']}"
+        cells += *map(tables.formatted, lost), "{} ({})".format(*map(tables.formatted, mj))
+        body.setdefault(key, []).append(cells)
+    headers = ["way, tokens", "GPUs", "lost", *CAUSES, "mJ a token"]
+    return tables.Table(headers, [*itertools.chain(*body.values())], keys=2)
+
+
 def render(one: dict, *others: dict) -> str:
     """Return everything that --compare prints."""
     lines = [run_records.environment_line(one["environment"]), model_line(one)]
@@ -192,7 +223,8 @@ def render(one: dict, *others: dict) -> str:
                 for way in ways_in(record)
             ),
         ]
-    return "\n".join(lines)
+    lines += ["", tables.title("What several lose against one in a step, by cause, in ms")]
+    return "\n".join([*lines, lost_table(one, *others).text()])
 
 
 # ---------------------------------------------------------------- picture
