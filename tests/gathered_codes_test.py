@@ -17,7 +17,7 @@ from harness.steps import communication, parallel, stepping
 from harness.steps.communication import ALL_GATHER
 from next_steps.finetuning import checkpoint
 from next_steps.layers import fp8_layer, gathered_codes
-from next_steps.lessons.fp8_kernel import quantize_stacked
+from next_steps.lessons.fp8_kernel import quantize_stacked, quantize_transposed
 from next_steps.patches.apply_kernels import apply_kernels
 from next_steps.patches.projections import fp8_layers
 from next_steps.patches.recompute import set_recompute
@@ -102,15 +102,30 @@ def test_gathered_codes_train_to_the_bit_what_gathered_weights_train(n, tmp_path
         assert n == 3 or weights[1] - codes[1] == 2 * saved
 
 
-def test_codes_are_for_one_pass_and_the_weight_is_never_read(as_dtensor):
-    weights = [torch.randn(n_rows, 32, device=DEVICE) for n_rows in (16, 48)]
+def test_codes_are_for_one_pass_and_the_weight_is_never_read(as_dtensor, monkeypatch):
+    """The first row of the first weight has the largest scale."""
+    sizes = [torch.arange(16.0, 16.0 - n, -1, device=DEVICE).exp2() / n**2 for n in (16, 48)]
+    weights = [torch.randn(len(size), 32, device=DEVICE) * size[:, None] for size in sizes]
     codes = gathered_codes.GatheredCodes([as_dtensor(weight, Shard(0)) for weight in weights])
-    received = [codes.receive(i, *codes.send(i, None), torch.float32)[0] for i in range(2)]
+
+    def gather() -> list:
+        return [codes.receive(i, *codes.send(i, None), torch.float32) for i in range(2)]
+
+    parameters = [parameter for parameter, _ in gather()]
     with pytest.raises(RuntimeError, match="are turned: False, expected True"):
         codes.turned()
-    for found, expected in zip(codes.stacked(), quantize_stacked(*weights)):
+    rows = quantize_stacked(*weights)
+    for found, expected in zip(codes.stacked(), rows):
         assert torch.equal(found.float(), expected.float())
-    for weight, like in zip(received, weights):
-        assert weight.shape == like.shape and weight.dtype == like.dtype
+    for parameter, weight in zip(parameters, weights):
+        assert parameter.shape == weight.shape and parameter.dtype == weight.dtype
         with pytest.raises(RuntimeError, match="storage"):
-            weight.t()
+            parameter.t()
+
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)  # in a backward
+    gather()
+    with pytest.raises(RuntimeError, match="are turned: True, expected False"):
+        codes.stacked()
+    expected = quantize_transposed(*weights, scale=rows.scales.amax())
+    assert torch.equal(codes.turned().codes.float(), expected.codes.float())
+    assert torch.equal(codes.turned().scales, expected.scales)
