@@ -89,9 +89,9 @@ def _rmsnorm_fwd_kernel(
     x = tl.load(x_ptr + row * x_row_stride + cols, mask=mask, other=0.0).to(tl.float32)
     w = _load_weight(w_ptr, cols, mask)
 
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes it in fp64
     # Divide by n_cols, not BLOCK_SIZE: the masked lanes added 0 to the sum and must not count.
-    # torch.compile passes eps in fp64.
-    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + tl.cast(eps, tl.float32))
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + eps)
     tl.store(rstd_ptr + row, rstd)
 
     # The reference's rounding order: x_hat is rounded to x's dtype before the weight multiplies it.
