@@ -488,7 +488,7 @@ def test_losses_of_hidden_states_get_the_arguments_that_they_take(
 ):
     """The stand-ins have the order of arguments and the defaults of the libraries' functions."""
 
-    def loss(x, weight, target, ignore_index=-100, reduction="mean"):
+    def loss(x, weight, target, ignore_index=-100, reduction="mean", chunk_size=4096):
         return F.cross_entropy(x @ weight.mT, target, None, None, ignore_index, reduction=reduction)
 
     names = ("chunked_linear_cross_entropy", "liger_fused_linear_cross_entropy_sm90")

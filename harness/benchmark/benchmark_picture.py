@@ -27,6 +27,8 @@ COLOURS = {
     "TRL": "#E69F00",
     "QuACK": "#009E73",
     "bitsandbytes": "#009E73",
+    "FlashOptim, bf16": "#56B4E9",
+    "FlashOptim": "#0072B2",
     "torchao": "#E69F00",
     specs.HOST_FLOOR: "#000000",
 }
@@ -40,6 +42,7 @@ def line_style(name: str) -> dict:
         f"{OURS}, stochastic rounding": "^",
         specs.TWO_KERNELS: "^",
         specs.SEPARATE: "^",
+        specs.ONE_CHUNK: "^",
         specs.NORM_APART: "^",
         specs.WIDE_MOMENTS: "v",
         specs.PLAIN_FORM: "v",

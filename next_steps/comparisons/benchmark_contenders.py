@@ -18,7 +18,7 @@ from next_steps.comparisons.benchmark_problems import ADAMW, TIMED_TORCH_DTYPES
 from next_steps.lessons import fp8_casts, nf4_kernel
 from next_steps.lessons.adamw_optimizer import TritonAdamW
 from next_steps.lessons.fp8_kernel import Rows, quantize_rows, quantize_rows_reference
-from next_steps.lessons.linear_cross_entropy_kernel import TritonLinearCrossEntropyLoss
+from next_steps.lessons.linear_cross_entropy_kernel import MAX_CHUNK, TritonLinearCrossEntropyLoss
 from next_steps.lessons.nf4_kernel import NF4
 from next_steps.lessons.qk_norm_rope_kernel import triton_qk_norm_rope
 from next_steps.lessons.reverse_kl_kernel import ObviousReverseKLFunction, TritonReverseKLLoss
@@ -207,8 +207,11 @@ def linear_cross_entropy_contenders(dtype: str) -> Contenders:
         name = "F.linear_cross_entropy, chunked"
         pytorch.append(Implementation(name, chunked, backward_again=False))
     # A second backward of one forward would compute the logits again.
-    ours = Implementation(specs.OURS, TritonLinearCrossEntropyLoss(), backward_again=False)
-    return Contenders(pytorch, [ours], donate=True)
+    ours = [
+        Implementation(name, TritonLinearCrossEntropyLoss(chunk_size=size), backward_again=False)
+        for name, size in ((specs.OURS, None), (specs.ONE_CHUNK, MAX_CHUNK))
+    ]
+    return Contenders(pytorch, ours, donate=True)
 
 
 def eager_reverse_kl(
