@@ -314,7 +314,8 @@ def test_all_processes_learn_that_another_run_writes_there(tmp_path):
     folder = str(tmp_path / "kept")
     with checkpoint_files.locked(folder):
         outcome = torchrun(2, "finetune_baseline.py", *THREE, "1", "--checkpoint", folder)
-    assert outcome.returncode != 0 and outcome.stdout == ""
+    assert outcome.returncode != 0
+    assert outcome.stdout.startswith("--parallel auto") and outcome.stdout.count("\n") == 1
     said = f"error: another run writes its checkpoints to --checkpoint {folder}, expected none"
     assert outcome.stderr.count(said) == 2
 
