@@ -32,12 +32,10 @@ class Gpu:
         return self.fp32_tflops / (FLOPS_OF_FMA * LANES * self.multiprocessors) * 1e3
 
 
-# By a part of the GPU's name; the first match wins.  The vendors' data sheets, but for three
-# figures of GB300: its multiprocessors and its cache are by users' reports (a B200 has 126 MB, too:
-# NVIDIA's Blackwell Tuning Guide), its fp32 peak is a GB300 NVL72's.  GB300's memory is a DGX
-# Station's; in an NVL72 a GB300 has 8 TB/s.  docs/gb300.md has the sources.  RTX PRO 6000's bf16
-# peak is a table's that repeats NVIDIA's (hmc-tech.com).  MI300X's cache is the Infinity Cache, its
-# fp32 peak takes packed instructions.
+# By a part of the GPU's name; the first match wins.  The vendors' data sheets and guides, but:
+# GB300's multiprocessors are by users' reports, its fp32 peak is a GB300 NVL72's, its memory a DGX
+# Station's (docs/gb300.md has the sources), its cache a B200's; B200's fp32 peak and RTX PRO 6000's
+# bf16 peak are a table's (hmc-tech.com).  MI300X: the Infinity Cache; fp32 in packed instructions.
 GPUS = {
     "GB300": Gpu(2500, "sm_103", 152, fp32_tflops=80, tbs=7.1, gb=252, cache_mb=126),
     "B300": Gpu(2500, tbs=8),

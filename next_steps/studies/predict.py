@@ -6,16 +6,9 @@
 
 Records of another GPU, the source, say how long a part took, and what it moved and computed.  Its
 share of a limit: the time of this work at the source's ceiling, over the time of the part.  The
-largest share tells the part's own limit, and the part keeps this share on the other GPU:
-
-    memory          bytes; a copy reaches the same share of the data sheet's rate as on the source
-    products        FLOPs; so do products that go on, which are limited by power
-    instructions    of warps, as compiled (tools/instruction_count.py), at the data sheet's rate
-    cache           a launch's bytes fit into the source's cache: follows the instructions' rate
-    host            the source's GPU waits for it, and it is the same beside every GPU
-
-A limit whose whole ceiling gives a longer time comes first.  docs/gb300.md tells the range, and
-what is not known.  next_steps/memory/step_time.py predicts a step on the GPU that is here.
+largest share tells the part's own limit, and the part keeps this share on the other GPU.  A limit
+whose whole ceiling gives a longer time comes first.  docs/gb300.md has the limits and the range.
+next_steps/memory/step_time.py predicts a step on the GPU that is here, without records.
 """
 
 import json
@@ -35,14 +28,18 @@ from harness.records import run_records
 from harness.steps.gpus import GPUS, Gpu, gpu_named
 from next_steps.studies import ladder
 
-RESULTS = Path(__file__).parents[2] / "results"
+KEPT = Path(__file__).parents[2] / "results"
 MEMORY, PRODUCTS, INSTRUCTIONS, CACHE = "memory", "products", "instructions", "cache"
 PEAKS = {"copy_gbs": "tbs", "matmul_tflops": "bf16_tflops"}  # a record's rate: the figure of Gpu
 PREDICTED = {name.partition(" 80GB")[0]: name for name, gpu in GPUS.items() if gpu.cache_mb}
-OF_TRAINING = {"lora_rank": "LoRA {}", "quantize": "{}", "fp8": "fp8 {}", "moments": "{} moments"}
+TRAINING_WORDS = {
+    "lora_rank": "LoRA {}",
+    "quantize": "{}",
+    "fp8": "fp8 {}",
+    "moments": "{} moments",
+}
 OTHER_STEPS = "opponent", "teacher", "recompute", "offload", "pack", "world_size", "first_layers"
-GOALS = {"kernel": ("us", 0.10), "step": ("us", 0.05), "peak of a step": ("peak", 0.002)}
-Estimate = tuple[float, float, float, str]  # microseconds, their range, what comes first
+WORK = "us", "bytes", "flops", "fp8_flops"  # of a part; also "launches"
 
 
 class Measured(NamedTuple):
@@ -59,47 +56,42 @@ class Measured(NamedTuple):
     @property
     def waits(self) -> bool:
         """Return True if the GPU waits for the host."""
-        waited_us = self.us - self.busy_us
-        return not self.record.get("cuda_graph") and waited_us > GRAPH_SHARE * self.us
-
-
-# ---------------------------------------------------------------- what records say
+        return not self.record.get("cuda_graph") and self.busy_us < (1 - GRAPH_SHARE) * self.us
 
 
 def program_of(record: dict) -> tuple[tuple, tuple, frozenset[str]]:
     """Return what a step trains, its size, and its kernels: one loss takes the other's place."""
     size = record["batch_size"], record["seq_len"], record.get("accumulate")
     names = frozenset(record["kernels"]) & {*KERNELS}
-    gone = {"cross_entropy"} if "linear_cross_entropy" in names else set()
-    return tuple(record.get(key) for key in ("model", *OF_TRAINING)), size, names - gone
+    names -= {"cross_entropy"} if "linear_cross_entropy" in names else set()
+    return tuple(record.get(key) for key in ("model", *TRAINING_WORDS)), size, names
 
 
 def name_of(record: dict) -> str:
     (model, *_), (batch, length, times), kernels = program_of(record)
-    rungs = [rung.name for rung in RUNGS]
     words = " + ".join(name for name in KERNELS if name in kernels) or "none"
-    if kernels and kernels == {*rungs[: len(kernels)]}:
-        words = "all" if len(kernels) == len(rungs) else f"up to {rungs[len(kernels) - 1]}"
+    if len(kernels) > 1 and kernels == {rung.name for rung in RUNGS[: len(kernels)]}:
+        words = "all" if len(kernels) == len(RUNGS) else f"up to {RUNGS[len(kernels) - 1].name}"
     size = f"{times} x " * bool(times) + f"{batch} x {length:,}"
-    more = [text.format(record[key]) for key, text in OF_TRAINING.items() if record.get(key)]
-    more += ["graph"] if record.get("cuda_graph") else []
+    said = TRAINING_WORDS | {"cuda_graph": "graph"}
+    more = [text.format(record[key]) for key, text in said.items() if record.get(key)]
     return ", ".join([size, model.removeprefix("meta-llama/Llama-3.1-"), words, *more])
 
 
-def rows_of(record: dict) -> Iterator[Measured]:
+def measured_in(record: dict) -> Iterator[Measured]:
     """Yield what a record measured of our kernels, and of steps with them or with none."""
     if record["kind"] == "benchmark" and record["dtype"] == "bf16":
-        yield from kernels_measured(record)
+        for section in record["sections"]:
+            yield from kernels_in(section)
     elif any(record.get(key) for key in OTHER_STEPS):
         return
     elif record["kind"] == "profile":
-        parts = {name: part for name, part in record["categories"].items() if part["us"]}
-        busy_us, name = sum(part["us"] for part in parts.values()), name_of(record)
-        us = 1e3 * record["median_step_ms"]
-        yield Measured("profile", name, us, busy_us, parts, record)
-        for category, part in parts.items():
-            us = part["us"]
-            yield Measured("category", f"{name}: {category}", us, us, {category: part}, {})
+        parts = {n: {"fp8_flops": 0.0} | p for n, p in record["categories"].items() if p["us"]}
+        us = 1e3 * record["median_step_ms"], sum(part["us"] for part in parts.values())
+        yield Measured("profile", name_of(record), *us, parts, record)
+        for name, part in parts.items():
+            us = part["us"], part["us"]
+            yield Measured("category", f"{name_of(record)}: {name}", *us, {name: part}, {})
     elif record["kind"] == "finetune" and record.get("busy_ms"):
         us = 1e6 * record["median_seconds"], 1e3 * record["busy_ms"]
         yield Measured("step", name_of(record), *us, {}, record)
@@ -112,24 +104,20 @@ def rows_of(record: dict) -> Iterator[Measured]:
             yield Measured("step", name_of(step), *us, {}, step)
 
 
-def kernels_measured(record: dict) -> Iterator[Measured]:
-    """Yield our kernels alone, and a call that the host makes."""
-    for section in record["sections"]:
-        spec = SPECS[section["kernel"]]
-        for row in section["rows"]:
-            who, total_us = row["implementation"], row["total_us"][1]
-            if who in (OURS, IN_PLACE):
-                us = row["kernels_us"] or total_us
-                work = {"flops" if spec.flops else "bytes": row[spec.rate.key] * spec.rate.per_us}
-                part = {"us": us, "launches": 1, "bytes": 0.0, "flops": 0.0}
-                part |= {key: total_us * rate for key, rate in work.items()}
-                shape = " x ".join(f"{n:,}" for n in (row["tokens"], *numbers(section["size"])))
-                name = f"{section['kernel']} {shape}{who.removeprefix(OURS)}"
-                for kind, wall_us in (("kernel", us), ("call", total_us)):
-                    yield Measured(kind, name, wall_us, us, {name: part}, {}, spec.launches)
-
-
-# ---------------------------------------------------------------- a GPU that was measured
+def kernels_in(section: dict) -> Iterator[Measured]:
+    """Yield our kernels in a benchmark's section: alone if that was measured, and a call."""
+    spec = SPECS[section["kernel"]]
+    for row in section["rows"]:
+        who, total_us = row["implementation"], row["total_us"][1]
+        if who in (OURS, IN_PLACE):
+            us = row["kernels_us"] or total_us
+            work = row[spec.rate.key] * spec.rate.per_us * total_us
+            part = dict.fromkeys(WORK, 0.0) | {"flops" if spec.flops else "bytes": work}
+            shape = " x ".join(f"{n:,}" for n in (row["tokens"], *numbers(section["size"])))
+            name = f"{section['kernel']} {shape}{who.removeprefix(OURS)}"
+            parts = {name: part | {"us": us, "launches": 1}}
+            yield Measured("kernel", name, us, us, parts, {}, spec.launches)
+            yield Measured("call", name, total_us, us, parts, {}, spec.launches)
 
 
 class Source:
@@ -144,7 +132,11 @@ class Source:
             raise UserError(f"no benchmark, profile or run of {name} tells its ceilings")
         self.usual = {key: statistics.median(each[key] for each in rates) for key in PEAKS}
         self.best = self.usual | (ceilings_of(*with_ceilings).rates if with_ceilings else {})
-        self.rows = [row for record in records for row in rows_of(record)]
+        self.reserve = {  # how much shorter a time is at the best rate than at the usual one
+            MEMORY: self.usual["copy_gbs"] / self.gpu.tbs / 1e3,
+            PRODUCTS: self.usual["matmul_tflops"] / self.best["matmul_tflops"],
+        }
+        self.rows = [row for record in records for row in measured_in(record)]
 
     def ceilings(self, target: Gpu) -> dict[str, float]:
         """Return the rates of a target that reaches the source's shares of its published peaks."""
@@ -153,95 +145,76 @@ class Source:
 
     def instructions(self, row: Measured, gpu: Gpu) -> float:
         """Return those of a warp for each byte, as compiled for a GPU; 0 where none are counted."""
-        of_gpu = [count for count in self.counts if count["target"] == gpu.target]
-        found = [count for count in of_gpu if count["kernel"].startswith(row.kernels)]
-        n_bytes = sum(count["n_bytes"] for count in found)
-        return sum(count["instructions"] for count in found) / (n_bytes or 1)
+        found = {}
+        for count in self.counts:
+            if count["target"] == gpu.target and count["kernel"].startswith(row.kernels):
+                found.setdefault(count["kernel"], count)  # the plain case comes first
+        n_bytes = sum(count["n_bytes"] for count in found.values())
+        return sum(count["instructions"] for count in found.values()) / (n_bytes or 1)
 
-    def predict_part(self, row: Measured, part: dict, target: Gpu, there: dict) -> Estimate:
-        """Return the time of a row's part on a target with the rates `there`."""
+    def predict_part(self, row: Measured, part: dict, target: Gpu, there: dict) -> tuple:
+        """Return microseconds, their range, and the first limit of a part at the rates `there`."""
         us, issue = part["us"], self.gpu.warps_per_us / target.warps_per_us
         here, compiled = (self.instructions(row, gpu) for gpu in (self.gpu, target))
-        in_products = flops_at_ceilings_us(part["flops"], part.get("fp8_flops", 0.0), self.best)
-        shares = {
-            MEMORY: part["bytes"] / (1e3 * self.best["copy_gbs"] * us),
-            PRODUCTS: in_products / us,
-            INSTRUCTIONS: part["bytes"] * here / self.gpu.warps_per_us / us,
-        }
-        shares = {limit: min(1.0, share) for limit, share in shares.items()}
-        if fits(part, self.gpu) and shares[PRODUCTS] < 0.5:
-            shares = {CACHE: 0.0}  # not known
         ratios = {  # of times
             MEMORY: self.usual["copy_gbs"] / there["copy_gbs"],
             PRODUCTS: self.usual["matmul_tflops"] / there["matmul_tflops"],
             INSTRUCTIONS: issue * (compiled / here if here and compiled else 1.0),
             CACHE: issue,
         }
-        own = max(shares, key=shares.get)
-        times = {each: share * ratios[each] for each, share in shares.items()} | {own: ratios[own]}
-        limit = max(times, key=times.get)
-        reserve = {
-            MEMORY: self.usual["copy_gbs"] / self.gpu.tbs / 1e3,
-            PRODUCTS: self.usual["matmul_tflops"] / self.best["matmul_tflops"],
+        shares = {
+            MEMORY: part["bytes"] / self.best["copy_gbs"] / 1e3 / us,
+            PRODUCTS: flops_at_ceilings_us(part["flops"], part["fp8_flops"], self.best) / us,
+            INSTRUCTIONS: part["bytes"] * here / self.gpu.warps_per_us / us,
         }
-        explained, left = shares[own] * ratios[own], 1.0 - shares[own]
+        if shares[PRODUCTS] < 0.5 and part["bytes"] / part["launches"] <= 1e6 * self.gpu.cache_mb:
+            shares = {CACHE: 0.0}  # it is not known
+        own = max(shares, key=shares.get)
+        times = {limit: min(1.0, share) * ratios[limit] for limit, share in shares.items()}
+        explained, left = times[own], max(0.0, 1.0 - shares[own])
+        times[own] = ratios[own]
+        limit = max(times, key=times.get)
         others = [1.0, ratios[own], ratios[MEMORY], ratios[INSTRUCTIONS]]
-        low = min(times[limit], explained * reserve.get(own, 1.0) + left * min(others))
+        low = min(times[limit], explained * self.reserve.get(own, 1.0) + left * min(others))
         high = max(times[limit], explained + left * max(others))
-        if limit == MEMORY and row.kernels and fits(part, target):
-            return us * times[limit], us * low, us * high, f"{MEMORY} or {CACHE}"
         return us * times[limit], us * low, us * high, limit
 
-    def predict(self, row: Measured, target: Gpu, there: dict) -> Estimate | None:
-        """Return the time of a row on the target; None: no profile tells its parts."""
-        parts = self.parts_of(row)
-        found = {name: self.predict_part(row, parts[name], target, there) for name in parts}
-        if not found:
+    def predict(self, row: Measured, target: Gpu, there: dict) -> tuple | None:
+        """Return the same of a row; None: no profile tells its parts."""
+        if not (parts := self.parts_of(row)):
             return None
+        found = {name: self.predict_part(row, parts[name], target, there) for name in parts}
         us, low, high = (sum(ends) for ends in [*zip(*found.values())][:3])
         limit = max(found.values())[-1]
         if row.waits:  # not in the optimizer, whose kernels are long
-            with_host = row.us
-            if "optimizer" in parts:
-                with_host += found["optimizer"][0] - parts["optimizer"]["us"]
+            long = [(found[name][0], parts[name]["us"]) for name in parts if name == "optimizer"]
+            with_host = row.us + sum(after - before for after, before in long)
             us, limit = max((us, limit), (with_host, "host"))
         return us, low, max(high, us), limit
 
     def parts_of(self, row: Measured) -> dict[str, dict]:
-        """Return parts that add up to the row's time, or to the GPU's where the GPU waits.
-
-        Those of a run are from the profile of the same training with the most of its kernels, and
-        what these do not explain waits for memory; of another size only with the same kernels.
-        """
+        """Return parts that add up to the row's time, or to the GPU's where the GPU waits."""
         busy_us, parts = row.busy_us if row.waits else row.us, row.parts
-        if not parts:
+        if not parts:  # the profile of the same training with the most of the run's kernels
             training, size, kernels = program_of(row.record)
-            found = [(*program_of(p.record), p) for p in self.rows if p.kind == "profile"]
-            same = [each for each in found if each[0] == training]
-            near = [each for each in same if each[1] == size and each[2] <= kernels]
-            near = near or [each for each in same if each[2] == kernels]
-            if not near:
+            profiles = []
+            for each in (each for each in self.rows if each.kind == "profile"):
+                other, its_size, has = program_of(each.record)
+                if other == training and (has == kernels or (its_size == size and has < kernels)):
+                    profiles.append((its_size == size, len(has), its_size[:2], has, each.parts))
+            if not profiles:
                 return {}
-            *_, has, base = max(near, key=lambda each: (len(each[2]), each[1][0] * each[1][1]))
+            *_, has, found = max(profiles, key=lambda each: each[:3])
             gone = replaced_by([*(kernels - has)])
-            parts = {name: part for name, part in base.parts.items() if name not in gone}
+            parts = {name: part for name, part in found.items() if name not in gone}
             left = busy_us - sum(part["us"] for part in parts.values())
-            if gone and left > 0:
-                n_bytes = 1e3 * self.best["copy_gbs"] * left
-                parts["replaced"] = {"us": left, "launches": 1, "bytes": n_bytes, "flops": 0.0}
+            if gone and left > 0:  # what the profile does not explain waits for memory
+                work = {"us": left, "bytes": 1e3 * self.best["copy_gbs"] * left, "launches": 1}
+                parts["replaced"] = dict.fromkeys(WORK, 0.0) | work
         scale = busy_us / sum(part["us"] for part in parts.values())
         return {
-            name: {key: n * (1 if key == "launches" else scale) for key, n in part.items()}
-            for name, part in parts.items()
+            name: part | {key: scale * part[key] for key in WORK} for name, part in parts.items()
         }
-
-
-def fits(part: dict, gpu: Gpu) -> bool:
-    """Return True if the bytes of a launch fit into the GPU's cache."""
-    return part["bytes"] / part["launches"] <= 1e6 * gpu.cache_mb
-
-
-# ---------------------------------------------------------------- all rows
 
 
 def read_records(path: Path) -> list[dict]:
@@ -263,7 +236,7 @@ def peak_of(record: dict, estimates: list[dict]) -> int:
     """Return the peak of a step by the estimator's records, else by its own record."""
     for made in estimates:
         for each in made["estimates"]:
-            if program_of(made | {"fp8": record.get("fp8")} | each) == program_of(record):
+            if program_of(made | each) == program_of(record):
                 return each["peak_memory_bytes"]
     return record["peak_memory_bytes"]
 
@@ -271,10 +244,7 @@ def peak_of(record: dict, estimates: list[dict]) -> int:
 def predict_all(
     sources: list[Source], gpu: str, estimates: list[dict], measured: dict | None = None
 ) -> dict:
-    """Return what a record says of a GPU, by its name in GPUS.
-
-    measured: its copy_gbs and matmul_tflops; None: by the sources' shares of the published peaks.
-    """
+    """Return the rows of a GPU, by its name in GPUS, with its published or measured ceilings."""
     found, absent, rows = {}, {}, []
     rates = [measured or source.ceilings(GPUS[gpu]) for source in sources]
     for source, there in zip(sources, rates):
@@ -297,63 +267,45 @@ def predict_all(
 
 
 def add_score(record: dict, records: list[dict]) -> None:
-    """Add to the rows what these records measured of the predicted GPU; None: not measured."""
+    """Add what these records measured of the predicted GPU, and the ratios; None: not measured."""
     found = {}
-    for each in (row for one in of_gpu(records, record["gpu"]) for row in rows_of(one)):
+    for each in (row for one in of_gpu(records, record["gpu"]) for row in measured_in(one)):
         found.setdefault((each.kind, each.name), []).append(each)
     for row in record["rows"]:
         same = found.get((row["kind"], row["name"]), [])
         row["measured_us"] = statistics.mean(each.us for each in same) if same else None
+        row["ratio"] = row["us"] / row["measured_us"] if same else None
         peaks = [each.record["peak_memory_bytes"] for each in same if each.record]
-        row["measured_peak"] = max(peaks, default=None)
+        row["peak_ratio"] = row["peak"] / max(peaks) if peaks else None
 
 
-# ---------------------------------------------------------------- what is printed
-
-
-def time_in_words(us: float) -> str:
-    return f"{us:,.1f} us" if us < 1e4 else f"{us / 1e3:,.1f} ms"
-
-
-def within_goal(rows: list[dict], what: str) -> str:
-    """Return how many times of a kind, or peaks, are near enough to the measured ones."""
-    key, goal = GOALS[what]
-    pairs = [(row[key], row[f"measured_{key}"]) for row in rows if what.endswith(row["kind"])]
-    off = [abs(predicted / measured - 1) for predicted, measured in pairs if measured]
-    near, missing = sum(each <= goal for each in off), len(pairs) - len(off)
-    return f"{what}: {near} of {len(off)} within {goal:.1%}; not measured: {missing}"
+def milliseconds(us: float) -> str:
+    return f"{us / 1e3:,.{1 if us >= 1e4 else 4}f}"
 
 
 def render(record: dict) -> str:
-    gpu, rows, rates = GPUS[record["gpu"]], record["rows"], record["ceilings"]
-    calls = {row["name"]: time_in_words(row["us"]) for row in rows if row["kind"] == "call"}
-
-    def peak(row: dict) -> str:
-        return f"{row['peak'] / 1e9:.1f}" if row["peak"] <= 1e9 * gpu.gb else "does not fit"
-
+    gpu, rates, rows = GPUS[record["gpu"]], record["ceilings"], record["rows"]
     shown = [
-        Column("source", "source_us", time_in_words),
-        Column("predicted", "us", time_in_words),
-        Column("range", lambda row: " to ".join(time_in_words(row[k]) for k in ("low", "high"))),
+        Column("source, ms", "source_us", milliseconds),
+        Column("predicted", "us", milliseconds),
+        Column("range", lambda row: " to ".join(milliseconds(row[key]) for key in ("low", "high"))),
         Column("first", "limit", align="left"),
     ]
-    if scored := any("measured_us" in row for row in rows):
-        shown.append(Column("measured", "measured_us", time_in_words, "not measured"))
+    memory = [Column("GB", lambda row: row["peak"] / 1e9, ".1f")]
+    if any("ratio" in row for row in rows):
+        shown.append(Column("measured", "measured_us", milliseconds, "not measured"))
+        shown.append(Column("ratio", "ratio", ".3f", ""))
+        memory.append(Column("ratio", "peak_ratio", ".4f", ""))
     lines = [
         tables.title(f"{record['gpu']}, predicted from {' and '.join(record['sources'])}"),
-        f"Ceilings: copy {rates['copy_gbs']:,.0f} GB/s of {1e3 * gpu.tbs:,.0f}, "
-        f"products {rates['matmul_tflops']:,.0f} TFLOP/s of {gpu.bf16_tflops:,.0f}",
+        f"Ceilings: copy {rates['copy_gbs']:,.0f} GB/s of {1e3 * gpu.tbs:,.0f}, products "
+        f"{rates['matmul_tflops']:,.0f} TFLOP/s of {gpu.bf16_tflops:,.0f}; memory {gpu.gb} GB",
     ]
-    for kinds, more in (
-        (["kernel"], [Column("a call", lambda row: calls[row["name"]])]),
-        (["profile", "category"], []),
-        (["step"], [Column("peak, GB", peak)]),
-    ):
+    for kinds in ["kernel"], ["call"], ["profile", "category"], ["step"]:
         body = [row for row in rows if row["kind"] in kinds]
-        columns = [Column(kinds[0].capitalize(), "name"), *shown, *more]
+        columns = [Column(kinds[0].capitalize(), "name"), *shown, *memory * ("step" in kinds)]
         lines += ["", Table.of(columns, body).text()] if body else []
     lines += [f"Not predicted, without a profile: {name}" for name in record["absent"]]
-    lines += ["", *(within_goal(rows, what) for what in GOALS)] if scored else []
     return "\n".join(lines)
 
 
@@ -361,33 +313,28 @@ def main() -> None:
     parser = command_line.Parser(__doc__)
     add = parser.add_argument
     add("--gpu", required=True, choices=PREDICTED, help="which GPU's times are predicted")
-    of_source = "records of other GPUs (default: results/, but those of --gpu)"
-    add("--from", dest="source", type=Path, metavar="DIR", help=of_source)
+    add("--from", dest="source", type=Path, default=KEPT, metavar="DIR", help="the source")
     add("--ceilings", choices=["published", "measured"], default="published", help="of --gpu")
     add("--score", type=Path, metavar="FILE|DIR", help="records of --gpu, to compare with")
     add("--json", metavar="FILE", help="write the prediction as a JSON record")
     args = parser.parse_args()
     output_files.check_outputs(args)
-    gpu, kept, measured = PREDICTED[args.gpu], read_records(RESULTS), None
+    gpu, kept, measured = PREDICTED[args.gpu], read_records(KEPT), None
     counts = [count for each in kept if each["kind"] == "instructions" for count in each["counts"]]
-    records = read_records(args.source or RESULTS)
-    names = [name for name in PREDICTED.values() if args.source or name != gpu]
+    records = read_records(args.source)
+    names = [name for name in PREDICTED.values() if args.source != KEPT or name != gpu]
     sources = [Source(name, found, counts) for name in names if (found := of_gpu(records, name))]
     if not sources:
-        raise UserError(f"no records of another GPU in {args.source or RESULTS}")
+        raise UserError(f"no records of another GPU in {args.source}")
     record = {"kind": "prediction", "environment": run_records.environment()}
     if args.ceilings == "measured":
         if not of_gpu([record], gpu):
-            raise UserError(
-                f"--ceilings measured needs a {gpu}: {run_records.gpu_line(record['environment'])}"
-            )
-        import torch
-
+            raise UserError(f"--ceilings measured runs on a {gpu} alone")
+        from harness.model.architecture import TORCH_DTYPES
         from harness.profiling.profiler import measure_ceilings
 
-        measured = measure_ceilings(torch.bfloat16)
-    estimates = [each for each in kept if each["kind"] == "estimate"]
-    record |= predict_all(sources, gpu, estimates, measured)
+        measured = measure_ceilings(TORCH_DTYPES["bf16"])
+    record |= predict_all(sources, gpu, [e for e in kept if e["kind"] == "estimate"], measured)
     if args.score:
         add_score(record, read_records(args.score))
     print(render(record))
