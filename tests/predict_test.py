@@ -101,6 +101,7 @@ def test_instructions_come_first_where_their_time_is_longer():
         assert row["us"] == pytest.approx(us)
     slower = row_of(predicted([record], "Memory8", counted(0.5)), "kernel")
     assert (slower["us"], slower["limit"]) == (pytest.approx(50), "instructions")
+    assert slower["high"] == pytest.approx(50 / (240 / 360))  # no nearer than to the memory here
     row = row_of(predicted([benchmark(gbs=240 * MB / 1e3)], "Memory8", [], None), "kernel")
     assert (row["us"], row["limit"]) == (pytest.approx(12.5), "memory")
 

@@ -32,12 +32,7 @@ KEPT = Path(__file__).parents[2] / "results"
 MEMORY, PRODUCTS, INSTRUCTIONS, CACHE = "memory", "products", "instructions", "cache"
 PEAKS = {"copy_gbs": "tbs", "matmul_tflops": "bf16_tflops"}  # a record's rate: the figure of Gpu
 PREDICTED = {name.partition(" 80GB")[0]: name for name, gpu in GPUS.items() if gpu.cache_mb}
-TRAINING_WORDS = {
-    "lora_rank": "LoRA {}",
-    "quantize": "{}",
-    "fp8": "fp8 {}",
-    "moments": "{} moments",
-}
+SETTINGS = {"lora_rank": "LoRA {}", "quantize": "{}", "fp8": "fp8 {}", "moments": "{} moments"}
 OTHER_STEPS = "opponent", "teacher", "recompute", "offload", "pack", "world_size", "first_layers"
 WORK = "us", "bytes", "flops", "fp8_flops"  # of a part; also "launches"
 
@@ -64,7 +59,7 @@ def program_of(record: dict) -> tuple[tuple, tuple, frozenset[str]]:
     size = record["batch_size"], record["seq_len"], record.get("accumulate")
     names = frozenset(record["kernels"]) & {*KERNELS}
     names -= {"cross_entropy"} if "linear_cross_entropy" in names else set()
-    return tuple(record.get(key) for key in ("model", *TRAINING_WORDS)), size, names
+    return tuple(record.get(key) for key in ("model", *SETTINGS)), size, names
 
 
 def name_of(record: dict) -> str:
@@ -73,7 +68,7 @@ def name_of(record: dict) -> str:
     if len(kernels) > 1 and kernels == {rung.name for rung in RUNGS[: len(kernels)]}:
         words = "all" if len(kernels) == len(RUNGS) else f"up to {RUNGS[len(kernels) - 1].name}"
     size = f"{times} x " * bool(times) + f"{batch} x {length:,}"
-    said = TRAINING_WORDS | {"cuda_graph": "graph"}
+    said = SETTINGS | {"cuda_graph": "graph"}
     more = [text.format(record[key]) for key, text in said.items() if record.get(key)]
     return ", ".join([size, model.removeprefix("meta-llama/Llama-3.1-"), words, *more])
 
@@ -176,7 +171,8 @@ class Source:
         limit = max(times, key=times.get)
         others = [1.0, ratios[own], ratios[MEMORY], ratios[INSTRUCTIONS]]
         low = min(times[limit], explained * self.reserve.get(own, 1.0) + left * min(others))
-        high = max(times[limit], explained + left * max(others))
+        reached = 1.0 if limit == own else 1.0 - left
+        high = max(times[limit] / reached, explained + left * max(others))
         return us * times[limit], us * low, us * high, limit
 
     def predict(self, row: Measured, target: Gpu, there: dict) -> tuple | None:
@@ -187,9 +183,8 @@ class Source:
         us, low, high = (sum(ends) for ends in [*zip(*found.values())][:3])
         limit = max(found.values())[-1]
         if row.waits:  # not in the optimizer, whose kernels are long
-            long = [(found[name][0], parts[name]["us"]) for name in parts if name == "optimizer"]
-            with_host = row.us + sum(after - before for after, before in long)
-            us, limit = max((us, limit), (with_host, "host"))
+            gained = sum(parts[n]["us"] - found[n][0] for n in parts if n == "optimizer")
+            us, limit = max((us, limit), (row.us - gained, "host"))
         return us, low, max(high, us), limit
 
     def parts_of(self, row: Measured) -> dict[str, dict]:
