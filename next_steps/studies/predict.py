@@ -32,7 +32,7 @@ KEPT = Path(__file__).parents[2] / "results"
 MEMORY, PRODUCTS, INSTRUCTIONS, CACHE = "memory", "products", "instructions", "cache"
 PEAKS = {"copy_gbs": "tbs", "matmul_tflops": "bf16_tflops"}  # a record's rate: the figure of Gpu
 PREDICTED = {name.partition(" 80GB")[0]: name for name, gpu in GPUS.items() if gpu.cache_mb}
-SETTINGS = {"lora_rank": "LoRA {}", "quantize": "{}", "fp8": "fp8 {}", "moments": "{} moments"}
+HOW_TRAINED = {"lora_rank": "LoRA {}", "quantize": "{}", "fp8": "fp8 {}", "moments": "{} moments"}
 OTHER_STEPS = "opponent", "teacher", "recompute", "offload", "pack", "world_size", "first_layers"
 WORK = "us", "bytes", "flops", "fp8_flops"  # of a part; also "launches"
 
@@ -59,7 +59,7 @@ def program_of(record: dict) -> tuple[tuple, tuple, frozenset[str]]:
     size = record["batch_size"], record["seq_len"], record.get("accumulate")
     names = frozenset(record["kernels"]) & {*KERNELS}
     names -= {"cross_entropy"} if "linear_cross_entropy" in names else set()
-    return tuple(record.get(key) for key in ("model", *SETTINGS)), size, names
+    return tuple(record.get(key) for key in ("model", *HOW_TRAINED)), size, names
 
 
 def name_of(record: dict) -> str:
@@ -68,7 +68,7 @@ def name_of(record: dict) -> str:
     if len(kernels) > 1 and kernels == {rung.name for rung in RUNGS[: len(kernels)]}:
         words = "all" if len(kernels) == len(RUNGS) else f"up to {RUNGS[len(kernels) - 1].name}"
     size = f"{times} x " * bool(times) + f"{batch} x {length:,}"
-    said = SETTINGS | {"cuda_graph": "graph"}
+    said = HOW_TRAINED | {"cuda_graph": "graph"}
     more = [text.format(record[key]) for key, text in said.items() if record.get(key)]
     return ", ".join([size, model.removeprefix("meta-llama/Llama-3.1-"), words, *more])
 
