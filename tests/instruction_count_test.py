@@ -97,7 +97,7 @@ def test_the_quotient_by_hand():
     for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 7.1e12)):
         count = Count("", "", "", threads / 32, n_bytes)
         assert count.quotient(COUNTED_GPUS[gpu]) == pytest.approx(1)
-    clocks = [round(instruction_count.clock_ghz(gpu), 2) for gpu in COUNTED_GPUS.values()]
+    clocks = [round(gpu.clock_ghz, 2) for gpu in COUNTED_GPUS.values()]
     assert clocks == [1.98, 1.98, 2.06]
 
 

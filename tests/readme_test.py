@@ -27,7 +27,7 @@ from next_steps.comparisons import compare_profiles, sweep
 from next_steps.finetuning import distill, opponents
 from next_steps.hugging_face import kernel_repository, sft
 from next_steps.memory import estimate, profile
-from next_steps.studies import fp8_accuracy, frontier, ladder, scaling
+from next_steps.studies import fp8_accuracy, frontier, ladder, predict, scaling
 from tests import packaged_model
 from tests.conftest import tracked
 from tools import (
@@ -73,6 +73,7 @@ MODULES = {
     "next_steps.studies.fp8_accuracy": fp8_accuracy,
     "next_steps.studies.frontier": frontier,
     "next_steps.studies.ladder": ladder,
+    "next_steps.studies.predict": predict,
     "next_steps.hugging_face.kernel_repository": kernel_repository,
     "next_steps.hugging_face.sft": sft,
     "tests.packaged_model": packaged_model,

@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from harness.cli.tables import pyplot, save_plot
-from harness.steps.gpus import GPUS
-from tools.instruction_count import FLOPS_OF_FMA, clock_ghz
+from harness.steps.gpus import FLOPS_OF_FMA, GPUS
 from tools.page_records import load_record
 
 # ---------------------------------------------------------------- addresses and mask
@@ -89,7 +88,7 @@ def memories() -> list[MemoryLevel]:
     near = gpu.multiprocessors * kib_of_each * 2**10
     # an FMA reads three numbers of 4 bytes; shared memory gives 128 bytes a cycle
     registers = gpu.fp32_tflops / FLOPS_OF_FMA * 3 * 4
-    shared = gpu.multiprocessors * 128 * clock_ghz(gpu) / 1e3
+    shared = gpu.multiprocessors * 128 * gpu.clock_ghz / 1e3
     link = load_record("frontier")["rates"]["link_gbs"] / 1e3
     return [
         MemoryLevel("registers", "each thread has its own", near, registers, "computed"),

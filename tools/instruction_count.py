@@ -35,12 +35,10 @@ from harness.cli.command_line import UserError
 from harness.profiling.kernel_facts import launch_of
 from harness.records import run_records
 from harness.steps import gpus
-from harness.steps.gpus import Gpu
+from harness.steps.gpus import THREADS, Gpu
 from judging.compile_targets import COMPILING, access_of
 from tools.compile_check import NARROW
 
-THREADS = 32  # of a warp
-LANES, FLOPS_OF_FMA = 128, 2  # fp32 lanes of a multiprocessor: 4 schedulers, each issues to 32
 COUNTED_GPUS = {
     name.partition(" ")[0]: gpus.GPUS[name] for name in ("H100 80GB HBM3", "H200", "GB300")
 }
@@ -72,12 +70,8 @@ class Count:
     n_bytes: int
 
     def quotient(self, gpu: Gpu) -> float:
-        """Return the time to issue the instructions over the time to move the bytes.
-
-        All lanes together issue half as many instructions of threads as the GPU has FLOPs of fp32.
-        """
-        issue = self.instructions * THREADS / (gpu.fp32_tflops / FLOPS_OF_FMA)
-        return issue / (self.n_bytes / gpu.tbs)
+        """Return the time to issue the instructions over the time to move the bytes."""
+        return self.instructions / gpu.warps_per_us / (self.n_bytes / (1e6 * gpu.tbs))
 
 
 # ---------------------------------------------------------------- the machine code
@@ -310,10 +304,6 @@ def rows(record: dict) -> list[dict[str, str | float]]:
     return sorted(found.values(), key=lambda row: -row[SORT_GPU])
 
 
-def clock_ghz(gpu: Gpu) -> float:
-    return gpu.fp32_tflops / (FLOPS_OF_FMA * LANES * gpu.multiprocessors) * 1e3
-
-
 def render(record: dict) -> str:
     body = rows(record)
     headers = ["Kernel", "launched by", *COUNTED_TARGETS, *COUNTED_GPUS]
@@ -327,7 +317,7 @@ def render(record: dict) -> str:
         tables.title(f"Instructions beside bytes, Triton {record['environment']['triton']}"),
         *(
             f"{name + ':':<6} {gpu.multiprocessors} multiprocessors x 4 schedulers x "
-            f"{clock_ghz(gpu):.2f} GHz, {gpu.tbs:g} TB/s"
+            f"{gpu.clock_ghz:.2f} GHz, {gpu.tbs:g} TB/s"
             for name, gpu in COUNTED_GPUS.items()
         ),
         "sm_90, sm_103: instructions of warps for 1,000 bytes.  By GPU: time to issue them over",

@@ -106,6 +106,8 @@ KINDS: dict[str, dict[str, Predicate]] = {
     | dict.fromkeys(("lengths", "peaks"), is_list_of(is_count)),
     "memory": RUN_FIELDS
     | {"peak_memory_bytes": is_positive, "parts": is_table_of(is_number), "largest": OBJECTS},
+    "prediction": MADE_FIELDS
+    | {"gpu": is_text, "sources": TEXTS, "ceilings": of_ceilings, "rows": OBJECTS, "absent": TEXTS},
     "profile": RUN_FIELDS
     | {
         **dict.fromkeys(("data", "device"), is_text),
