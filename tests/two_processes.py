@@ -1,4 +1,4 @@
-"""Run a function in two processes, or more, that talk over gloo, or over NCCL if there are GPUs.
+"""Run a function in two processes that talk over gloo, or over NCCL if there are GPUs.
 
 A process that waits for another forever fails the test, and does not hold it up.
 """
@@ -38,8 +38,8 @@ def made_once(make: Callable, tmp_path_factory) -> Path:
     return folder
 
 
-def in_two_processes(function: Callable, folder: Path, *args, n: int = 2) -> list:
-    """Return [function(0, device, *args), function(1, device, *args)] of two processes, or of n.
+def in_two_processes(function: Callable, folder: Path, *args) -> list:
+    """Return [function(0, device, *args), function(1, device, *args)] of two processes.
 
     The function can be pickled, and its results saved; each process's device is its own GPU, or the
     CPU.  The folder is an empty one.
@@ -49,24 +49,24 @@ def in_two_processes(function: Callable, folder: Path, *args, n: int = 2) -> lis
         TimeoutError: they have not ended in time, and are stopped.
     """
     forks()
-    how = {"nprocs": n, "join": False, "start_method": "forkserver"}
-    arguments = n, function, str(folder), args, dict(os.environ)
+    how = {"nprocs": 2, "join": False, "start_method": "forkserver"}
+    arguments = function, str(folder), args, dict(os.environ)
     context = torch.multiprocessing.start_processes(_run, arguments, **how)
     end = time.monotonic() + LONGEST
     while not context.join(timeout=1, grace_period=5):
         if time.monotonic() > end:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{n} processes have not ended in {LONGEST} s")
-    return results_of_two(folder, n)
+            raise TimeoutError(f"two processes have not ended in {LONGEST} s")
+    return results_of_two(folder)
 
 
-def results_of_two(folder: Path, n: int = 2) -> list:
+def results_of_two(folder: Path) -> list:
     """Return what `in_two_processes` returned for this folder."""
-    return [torch.load(folder / str(rank), map_location="cpu") for rank in range(n)]
+    return [torch.load(folder / str(rank), map_location="cpu") for rank in (0, 1)]
 
 
-def _run(rank: int, n: int, function: Callable, folder: str, args, environment: dict) -> None:
+def _run(rank: int, function: Callable, folder: str, args: tuple, environment: dict) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if HAS_GPU else torch.device("cpu")
@@ -76,7 +76,7 @@ def _run(rank: int, n: int, function: Callable, folder: str, args, environment: 
         "nccl" if HAS_GPU else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=n,
+        world_size=2,
         timeout=LONGEST_WAIT,
     )
     torch.save(function(rank, device, *args), f"{folder}/{rank}")

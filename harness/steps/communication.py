@@ -54,9 +54,8 @@ def bytes_received(model: torch.nn.Module, workload: Workload) -> dict[str, int]
 
 
 def bytes_of(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Return the parameters' bytes; a shard that is gathered as something else knows its own."""
-    shards = ((getattr(p, "_local_tensor", p), p.nbytes) for p in parameters)
-    return sum(getattr(shard, "gathered_bytes", n_bytes) for shard, n_bytes in shards)
+    """Return the parameters' bytes; of shards, all processes' together."""
+    return sum(p.nbytes for p in parameters)
 
 
 def measure_rates(model: torch.nn.Module, workload: Workload) -> dict[str, float]:

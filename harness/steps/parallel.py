@@ -78,15 +78,10 @@ def shard(model: torch.nn.Module, keep: bool = False) -> None:
 
     A unit is a decoder layer; with `keep` it stays gathered until its backward.  So does one more,
     norm and head, whose backward follows at once.  The rest, the embedding, belongs to the root.
-
-    A decoder layer may have a method `when_sharded`, which says how FSDP2 gathers its weights for
-    the forward and again for the backward.
     """
     options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
     for layer in model.model.layers:
         fully_shard(layer, reshard_after_forward=not keep, **options)
-        if not keep and hasattr(layer, "when_sharded"):
-            layer.when_sharded()
     # a head that is also the embedding can be in one unit only, the root
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)

@@ -61,15 +61,12 @@ QKV, O, GATE_UP, DOWN = "qkv", "o", "gate, up", "down"  # projections that share
 
 
 class Casts(NamedTuple):
-    """Where a layer takes the codes of its weights from."""
+    """How a layer rounds to FP8."""
 
     kept: dict[str, Rows] | None = None  # the weights' codes, until a step ends; None: none is kept
-    gathered: dict[str, Callable[[], Rows]] | None = None  # other processes round: projections.py
 
     def once(self, name: str, make: Callable[[], Rows]) -> Rows:
-        """Return what was gathered, or what `make` returned before if that is kept, or returns."""
-        if self.gathered:
-            return self.gathered[name]()
+        """Return what `make` returns, or what it returned before if that is kept."""
         if self.kept is None:
             return make()
         if name not in self.kept:

@@ -29,9 +29,8 @@ from harness.cli.workload import Frozen, Workload
 from harness.model.exact_modules import is_linear, is_matrix
 from harness.model.families import family_of
 from harness.steps import parallel
-from next_steps.layers.fp8_layer import DOWN, GATE_UP, QKV, Casts, O, mlp_fp8, o_fp8, qkv_fp8
+from next_steps.layers.fp8_layer import Casts, mlp_fp8, o_fp8, qkv_fp8
 from next_steps.layers.frozen_fp8 import frozen_fp8
-from next_steps.layers.gathered_codes import GatheredCodes
 from next_steps.layers.lora_linear import QuantizedLinear
 from next_steps.lessons.fp8_kernel import MAX_COLUMNS, MULTIPLE, fp8_support, takes_fp8
 from next_steps.lessons.nf4_kernel import NF4, NF4LinearFunction, nf4_dequantize, nf4_quantize
@@ -138,18 +137,6 @@ class DecoderLayer(torch.nn.Module):
         residual, out = mlp_fp8(residual, self.post_attention_layernorm, self.mlp, casts)
         return residual + out
 
-    def when_sharded(self) -> None:
-        """Let FSDP2 gather codes, if this layer does not run again in the backward."""
-        if "forward" in vars(self) or self.gradient_checkpointing:  # recompute.py; transformers
-            return
-        *gate_up, down = self.of_mlp()
-        sharing = self.of_attention(), [self.self_attn.o_proj], gate_up, [down]
-        gathered = {}
-        for name, projections in zip((QKV, O, GATE_UP, DOWN), sharing):
-            codes = GatheredCodes([projection.weight for projection in projections])
-            gathered |= {name: codes.stacked, f"{name}, turned": codes.turned}
-        self.casts = Casts(gathered=gathered)
-
 
 FUSED = apply_kernels.CLASSES[apply_kernels.DecoderLayer]
 FP8_CLASSES = apply_kernels.in_families(DecoderLayer, FUSED, __name__)
@@ -217,20 +204,18 @@ class KeptCodes:
             self.has_room = self.finds_room()
         self.n_steps += 1
         for layer in self.layers if self.has_room else ():
-            layer.casts = layer.casts._replace(kept={})
+            layer.casts = Casts(kept={})
         try:
             yield
         finally:
             for layer in self.layers:
-                layer.casts = layer.casts._replace(kept=None)
+                layer.casts = Casts()
 
     def finds_room(self) -> bool:
         """Return True if the codes fit beside the most that any process has allocated until now.
 
-        All processes must call it.  FSDP2 gathers codes in each micro-batch: none is kept.
+        All processes must call it.  Under FSDP2 each keeps the codes of whole weights, too.
         """
-        if self.layers[0].casts.gathered:
-            return False
         if not self.layers[0].mlp.down_proj.weight.is_cuda:
             return True
         matrices = (p for layer in self.layers for p in layer.parameters() if p.ndim == 2)

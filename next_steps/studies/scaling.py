@@ -96,7 +96,7 @@ def rows_of(workload: Workload, sizes: list[StepSize], record: dict) -> Iterator
         yield sizes[0].as_record() | measured.failure_of(error)
         return
     record["parameters"] = sum(p.numel() for p in model.parameters())
-    if workload.parallel and "communication" not in record:  # of the first way: FP8 gathers less
+    if workload.parallel and "communication" not in record:  # the same for all ways and sizes
         record["communication"] = communication.expected(model, workload)
     # all processes have the same model, and each its own tokens
     torch.manual_seed(workload.seed + processes.rank())
