@@ -199,7 +199,7 @@ def test_compiled_code_launches_kernels_and_gives_eagers_bits(name, dtype):
     subject = after_an_addition(SUBJECTS[name])
     function = torch.compile(subject.function, fullgraph=True)
     (rows, size), *_ = subject.compiled_first
-    # Some versions of PyTorch take the second number of rows for any; all compile apart for one row.
+    # Some versions of PyTorch take the second number of rows for any.  One row is compiled apart.
     sizes = [rows[-1], rows[-1] + 4, 1]
     if name == "cross_entropy_inplace":
         del sizes[-1]  # PyTorch 2.13: KeyError in Inductor's scheduler, also with the operator

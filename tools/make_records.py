@@ -3,7 +3,7 @@
     python -m tools.make_records                          # list the runs
     python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 checks
     python -m tools.make_records estimates                # without a GPU
-    python -m tools.make_records several                  # on two GPUs; with the lines above: all
+    python -m tools.make_records several                  # on four GPUs; with the lines above: all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
-from harness.cli.processes import PARALLEL
+from harness.cli.processes import DDP, FSDP
 
 HERE = Path(__file__).parents[1]
 ACCURACY = "next_steps.studies.fp8_accuracy --model runs/smollm2"
@@ -42,8 +42,8 @@ STATION = "--random-init --batch-size 4 --seq-len 4096 --accumulate 16"
 QWEN3 = f"{LARGE} --model Qwen/Qwen3-8B"
 ALL, LORA, QLORA = "--kernels all", "--lora-rank 16", "--lora-rank 16 --quantize nf4"
 BOTH = "--kernels rmsnorm,cross_entropy"
-SCALING = "next_steps.studies.scaling --random-init --sizes 4x2048,4x2048x4"
-BY_TWO = "torch.distributed.run --nproc-per-node 2 -m"
+SCALING = "next_steps.studies.scaling --random-init --sizes 4x2048"
+BY_SEVERAL = "torch.distributed.run --nproc-per-node"
 CHECKS = "check_toolchain", "rmsnorm_test", "cross_entropy_test"  # their printed lines are recorded
 STEP_SIZES = {"1x512": SMALL, "4x2048": LARGE}
 ESTIMATED = {  # what is trained, as a record's name says it
@@ -167,7 +167,11 @@ RUNS: dict[str, dict[str, str]] = {
     },
     "several": {
         "scaling_lost_1": SCALING,
-        **{f"scaling_lost_{way}_2": f"{BY_TWO} {SCALING} --parallel {way}" for way in PARALLEL},
+        **{
+            f"scaling_lost_{way}_{n}": f"{BY_SEVERAL} {n} -m {SCALING} --parallel {way}"
+            for n in (2, 4)
+            for way in (FSDP, DDP)
+        },
     },
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
