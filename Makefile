@@ -8,7 +8,7 @@ TINY = --model tiny --batch-size 2 --seq-len 64
 # Many containers set this variable.  Then each of the tests' processes compiles every file anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all test-gpu compile-check lint clean
+.PHONY: setup demo test test-all test-gpu gb300 my-gpu compile-check lint clean
 
 setup: $(SETUP)
 
@@ -61,6 +61,10 @@ test-all: $(SETUP)
 # Every test, spread over the GPUs of this machine.
 test-gpu: $(SETUP)
 	$(PY) -m tools.run_tests --gpu
+
+# Everything that is measured on one GPU, beside predictions, in one file to send: docs/gb300.md.
+gb300 my-gpu: $(SETUP)
+	$(PY) -m tools.my_gpu
 
 compile-check: $(SETUP)
 	$(PY) -m tools.compile_check

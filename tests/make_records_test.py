@@ -51,6 +51,8 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
     script, *flags = COMMANDS[name]
     if script in (PROFILE, *FLAGS):
         workload_of(script, flags)
+    elif name == "tests":
+        assert script == "tools.run_tests" and flags == ["--gpu"]
     elif name in CHECKS:
         assert script == f"{name}.py" and not flags
     elif script == "benchmark_kernels.py":
@@ -105,25 +107,27 @@ PROFILED = {"profile": f"{PROFILE} --model tiny --dtype fp32 --seq-len 8 --warmu
 
 @pytest.mark.exhaustive
 def test_each_run_leaves_its_record_and_what_failed_is_said(tmp_path, capsys):
-    assert (
-        make_records.make_records(GOOD | BAD | PROFILED | CHECKED, tmp_path / "records", None) == 1
-    )
-    assert sorted(path.name for path in (tmp_path / "records").iterdir()) == [
+    folder, asked = tmp_path / "records", GOOD | BAD | PROFILED | CHECKED
+    assert make_records.make_records(asked, folder, lambda name: 600.0, tmp_path) == 1
+    assert sorted(path.name for path in folder.iterdir()) == [
         "good.json",
         "profile.json",
         "rmsnorm_test.json",
     ]
     good, bad, profile, _ = capsys.readouterr().out.splitlines()
-    assert good.startswith("good: ") and good.endswith(" s") and profile.endswith(" s")
+    assert good.startswith("1 of 4: good: ") and "failed" not in good
     assert "s, failed: " in bad and "--lora-rank" in bad
+    assert "s, Largest recoverable cost: " in profile
 
 
 @pytest.mark.exhaustive
-def test_what_is_not_over_in_time_is_ended_and_the_others_are_left_out(tmp_path, capsys):
-    assert make_records.make_records(GOOD | PROFILED, tmp_path, 0.2) == 2
-    assert not list(tmp_path.iterdir())
+def test_what_is_not_over_in_time_is_ended_and_the_others_too(tmp_path, capsys):
+    folder, left = tmp_path / "records", {"good": 0.2, "profile": -0.1}
+    assert make_records.make_records(GOOD | PROFILED, folder, left.get, tmp_path) == 2
+    assert not list(folder.iterdir())
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("good: 0 s, failed") and second == "profile: left out"
+    assert first.startswith("1 of 2: good: ") and "s, time is over: " in first
+    assert second.startswith("2 of 2: profile: ") and "s, time is over: " in second
 
 
 def test_without_names_all_are_listed(run_script):
@@ -140,9 +144,12 @@ def test_a_name_that_is_not_listed_is_refused(run_script, monkeypatch):
 def test_groups_and_records_are_made_once_each(run_script, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(make_records, "make_records", lambda *args: asked.append(args) or 0)
-    outcome = run_script(make_records, "ladder_1x512", "steps", "--into", str(tmp_path))
+    outcome = run_script(
+        make_records, "ladder_1x512", "steps", "--into", str(tmp_path), "--seconds", "600"
+    )
     assert outcome.code == 0
     rest = [name for name in RUNS["steps"] if name != "ladder_1x512"]
-    ((commands, *others),) = asked
-    assert list(commands) == ["ladder_1x512", *rest] and others == [tmp_path, None]
+    ((commands, into, seconds_of, _),) = asked
+    assert list(commands) == ["ladder_1x512", *rest] and into == tmp_path
+    assert 599 < seconds_of("ladder_1x512") <= 600
     assert commands == RUNS["steps"]

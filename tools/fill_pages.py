@@ -202,7 +202,7 @@ def record_output(path: str, script: str) -> int:
     output_files.require_writable(path)
     output_files.require_ours("--record", path, *output_files.BEGINNINGS["json"])
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=HERE)
-    print(run.stdout, run.stderr, sep="", end="")
+    print(run.stderr, run.stdout, sep="", end="")  # the verdict is last
     if run.returncode == 0:
         record = {"kind": "text", "environment": run_records.environment(), "script": script}
         run_records.write_record(path, record | {"lines": run.stdout.splitlines()})

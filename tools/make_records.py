@@ -10,17 +10,21 @@
 Each record is a run of a script in a process of its own.  Most train the 8B at its real size with
 random weights; the largest needs 130 GB of GPU memory.  fp8_accuracy needs a model with trained
 weights in runs/smollm2 (docs/fp8.md).  While one process runs, the next two import PyTorch and
-wait, so that the GPU does not wait.  After --seconds no run begins, and the current run is ended.
-So the most important runs come first in each group.  Exit code 1 if a run failed or was left out.
+wait, so that the GPU does not wait.  After --seconds the current run and all others are ended.
+So the most important runs come first in each group.  Exit code 1 if a run failed or was ended.
 """
 
 import contextlib
 import json
+import math
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness.benchmark.benchmark_specs import SPECS
@@ -56,6 +60,8 @@ ESTIMATED |= {
     "Llama-3.1-8B_1x512_8bit": f"{SMALL} {ALL} --moments 8bit",
     "Llama-3.1-8B_4_times_1x2048": f"{SMALL} --seq-len 2048 --accumulate 4 {ALL}",
 }
+# of what a run prints, the line that matters: the last one with such words, else the last one
+MATTERS = re.compile("kernels run here|ours  |Median time|Largest recoverable|^. cuda_graph")
 AHEAD = 3  # processes: one runs, the others wait
 WAIT = """
 import contextlib, importlib, json, runpy, sys
@@ -173,6 +179,7 @@ RUNS: dict[str, dict[str, str]] = {
             for way in (FSDP, DDP)
         },
     },
+    "tests": {"tests": "tools.run_tests --gpu"},  # they leave no record
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
 }
@@ -189,16 +196,25 @@ def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
         for i in range(len(names)):
             for name in names[len(started) : i + AHEAD]:
                 with (aside / f"{name}.txt").open("w") as said:
-                    files = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said}
-                    started.append(subprocess.Popen(command, cwd=HERE, text=True, **files))
+                    how = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said, "text": True}
+                    how["start_new_session"] = True  # a group, so that `end` finds all
+                    started.append(subprocess.Popen(command, cwd=HERE, **how))
             yield started[i]
     finally:
         for process in started:
-            process.kill()
-            process.wait()
+            end(process)
 
 
-def run_in_time(process: subprocess.Popen, words: list[str], seconds: float | None) -> bool:
+def end(process: subprocess.Popen) -> None:
+    """End a process that still runs, and what it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+
+
+def run_in_time(process: subprocess.Popen, words: list[str], seconds: float) -> bool:
     """Let the process run its command; return True if it succeeds in time."""
     with contextlib.suppress(BrokenPipeError):  # it has failed already
         process.stdin.write(json.dumps(words) + "\n")
@@ -206,37 +222,48 @@ def run_in_time(process: subprocess.Popen, words: list[str], seconds: float | No
     try:
         return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its processes then
-        process.wait()
+        end(process)
         return False
 
 
-def make_records(commands: dict[str, str], folder: Path, seconds: float | None) -> int:
-    """Make these records; return how many of the runs failed or were left out."""
+def make_records(
+    commands: dict[str, str], folder: Path, seconds_of: Callable[[str], float], aside: Path
+) -> int:
+    """Make these records; return how many of the runs failed or were not over in their time.
+
+    seconds_of(name): the time that a run has now.  ASIDE gets what each run prints, and log.txt.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    end = None if seconds is None else time.monotonic() + seconds
     missing = len(commands)
-    with tempfile.TemporaryDirectory() as folder_aside:
-        aside = Path(folder_aside)
-        with contextlib.closing(waiting(aside, list(commands))) as processes:
-            for name, command in commands.items():
-                start = time.monotonic()
-                if end is not None and start >= end:
-                    print(f"{name}: left out", flush=True)
-                    continue
-                words, record = command.split(), str(folder / f"{name}.json")
-                if name in CHECKS:
-                    words = ["tools.fill_pages", "--record", record, *words]
-                else:
-                    words += ["--json", record]
-                if words[0] == PROFILE:
-                    words += ["--trace", str(aside / "trace.json")]
-                done = run_in_time(next(processes), words, None if end is None else end - start)
-                missing -= done
-                said = (aside / f"{name}.txt").read_text().strip().splitlines()
-                ended = "" if done else f", failed: {''.join(said[-1:])}"
-                print(f"{name}: {time.monotonic() - start:.0f} s{ended}", flush=True)
+    with contextlib.closing(waiting(aside, list(commands))) as processes:
+        for i, (name, command) in enumerate(commands.items(), start=1):
+            start, limit = time.monotonic(), seconds_of(name)
+            print(begun := f"{i} of {len(commands)}: {name}:", end=" ", flush=True)
+            words, record = command.split(), str(folder / f"{name}.json")
+            if name in CHECKS:
+                words = ["tools.fill_pages", "--record", record, *words]
+            elif name not in RUNS["tests"]:
+                words += ["--json", record]
+            if words[0] == PROFILE:
+                words += ["--trace", os.devnull]
+            done = run_in_time(next(processes), words, limit)
+            missing -= done
+            file, took = aside / f"{name}.txt", time.monotonic() - start
+            lines = file.read_text(errors="replace").strip().splitlines() or ["nothing was printed"]
+            told = [line for line in lines if done and MATTERS.search(line)] or lines
+            how = "" if done else "failed: " if took < limit else "time is over: "
+            ended = f"{took:.0f} s, {how}{' '.join(told[-1].split())}"
+            print(ended, flush=True)
+            with (aside / "log.txt").open("a") as log:
+                print(begun, ended, file=log)
     return missing
+
+
+def commands_of(names: list[str]) -> dict[str, str]:
+    """Return the commands of these groups and records, in this order."""
+    if unknown := [name for name in names if name not in RECORD_COMMANDS | RUNS]:
+        raise UserError(f"there is no {', '.join(unknown)}: make_records lists all without names")
+    return {each: RECORD_COMMANDS[each] for name in names for each in RUNS.get(name, [name])}
 
 
 def main() -> int:
@@ -250,11 +277,10 @@ def main() -> int:
         for group, runs in RUNS.items():
             print(f"{group}:", *(f"    {name:<32}{runs[name]}" for name in runs), sep="\n")
         return 0
-    if unknown := [name for name in args.names if name not in RECORD_COMMANDS | RUNS]:
-        raise UserError(f"there is no {', '.join(unknown)}: without names all are listed")
-    names = [each for name in args.names for each in RUNS.get(name, [name])]
-    asked = {name: RECORD_COMMANDS[name] for name in names}
-    return int(make_records(asked, args.into.resolve(), args.seconds) > 0)
+    end_at = time.monotonic() + (args.seconds or math.inf)
+    with tempfile.TemporaryDirectory() as aside:
+        how = args.into.resolve(), lambda _: end_at - time.monotonic(), Path(aside)
+        return int(make_records(commands_of(args.names), *how) > 0)
 
 
 if __name__ == "__main__":
