@@ -1,4 +1,4 @@
-# Two commands: `make demo` shows the whole tutorial on a tiny model, `make test` proves the kernels.
+# `make demo` shows the whole tutorial on a tiny model, `make test` proves the kernels.
 # Inside the Docker container everything is installed: run them as `make demo PY=python SETUP=`.
 PYTHON ?= python3
 PY ?= .venv/bin/python

@@ -35,6 +35,7 @@ from tools import (
     fill_pages,
     instruction_count,
     make_records,
+    my_gpu,
     page_records,
 )
 from tools.fill_pages import LEFT_OUT, MARKED
@@ -88,6 +89,7 @@ MODULES = {
     "tools.fill_pages": fill_pages,
     "tools.instruction_count": instruction_count,
     "tools.make_records": make_records,
+    "tools.my_gpu": my_gpu,
 }
 
 
