@@ -70,6 +70,8 @@ def test_a_script_takes_what_is_listed(name, monkeypatch):
         which = f"{workload.parallel}_{n}" if several else "1"
         assert name == f"scaling_lost_{which}"
         assert ways == [*WAYS] and sizes == [(4, 2048, 1)]
+    elif name.startswith("predicted_"):
+        assert name.removeprefix("predicted_") == flags[1].lower()
     else:
         assert script == "next_steps.studies.fp8_accuracy"
         monkeypatch.setattr("sys.argv", [script, *flags])

@@ -165,14 +165,29 @@ def test_of_itself_a_gpu_is_predicted_exactly(name):
         assert "peak" not in row or row["peak_ratio"] == pytest.approx(1, abs=0.005), row["name"]
 
 
+@pytest.mark.parametrize("name", ["H200", "H100 80GB HBM3"])
+def test_the_kept_score_is_that_of_the_kept_records(name):
+    path = predict.KEPT / f"predicted_{name.split()[0].lower()}.json"
+    record = predict.prediction(name)
+    add_score(record, RESULTS)
+    kept = json.loads(path.read_text())["rows"]
+    again = "python -m tools.make_records predictions"
+    for key in ("us", "measured_us"):
+        values = {(row["kind"], row["name"]): row[key] for row in record["rows"]}
+        assert {(row["kind"], row["name"]): row[key] for row in kept} == pytest.approx(values), (
+            again
+        )
+
+
 def test_a_score_says_the_ratio_and_what_is_not_measured():
     here = benchmark(gbs=300 * MB / 1e3)
     record = predict_all([Source("Here", [here], [])], "Memory2", [])
     add_score(record, [here, benchmark(us=40.0, gpu="Memory2", gbs=300 * MB / 1e3)])
     assert row_of(record["rows"], "kernel")["ratio"] == pytest.approx(50 / 40)
-    assert "1.250" in render(record) and "not measured" not in render(record)
+    assert "1.250" in render(record) and "Not measured" not in render(record)
     add_score(record, [here])
-    assert row_of(record["rows"], "kernel")["ratio"] is None and "not measured" in render(record)
+    assert row_of(record["rows"], "kernel")["ratio"] is None
+    assert "Not measured: 2 of 2 predictions" in render(record)
 
 
 def test_several_sources_give_the_mean_and_the_widest_range():
@@ -206,7 +221,7 @@ def test_the_command_writes_a_record_and_refuses_what_it_cannot_read(monkeypatch
         r["name"] for r in record["rows"]
     }
     printed = capsys.readouterr().out
-    assert "GB300, predicted from H200 and H100" in printed and "not measured" in printed
+    assert "GB300, predicted from H200 and H100" in printed and "Not measured: " in printed
     lines = [line for line in printed.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 100
     call(monkeypatch, "--gpu", "H200")  # by default a GPU's own records are no source

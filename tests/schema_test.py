@@ -9,7 +9,6 @@ from harness.records.schema import KINDS
 from tests.conftest import tracked
 
 ANSWERED = "trace_picture"  # the kind of a record whose program has left, and which no page reads
-TO_COME = {"prediction"}  # kinds that no page shows yet
 
 
 @pytest.mark.parametrize("path", tracked("results/*.json"), ids=lambda path: path.stem)
@@ -20,4 +19,4 @@ def test_a_record_fits_its_kind(path):
 
 def test_every_kind_is_kept():
     kept = {json.loads(path.read_text())["kind"] for path in tracked("results/*.json")}
-    assert kept == {*KINDS, ANSWERED} - TO_COME
+    assert kept == {*KINDS, ANSWERED}

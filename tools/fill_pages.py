@@ -41,7 +41,7 @@ from harness.profiling import roofline
 from harness.records import run_records
 from harness.training import run_text
 from next_steps.comparisons import compare_profiles, sweep_tables
-from next_steps.studies import fp8_accuracy, frontier, ladder, scaling_tables
+from next_steps.studies import fp8_accuracy, frontier, ladder, predict, scaling_tables
 from tools import explaining_pictures, instruction_count
 from tools.page_records import HERE, LOADED, PAGE_WIDTH, RESULTS, load_record, source
 
@@ -102,6 +102,7 @@ def render(names: list[str]) -> str:
         "longest": frontier.render_longest,
         "fp8_accuracy": fp8_accuracy.render,
         "instructions": instruction_count.render,
+        "prediction": predict.render,
         "text": lambda record: "\n".join(record["lines"]),
     }
     return renderers[kind](*records)

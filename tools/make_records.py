@@ -2,7 +2,7 @@
 
     python -m tools.make_records                          # list the runs
     python -m tools.make_records kernels steps lora lora_fp8 moments published families fp8 checks
-    python -m tools.make_records estimates                # without a GPU
+    python -m tools.make_records estimates predictions    # without a GPU
     python -m tools.make_records several                  # on four GPUs; with the lines above: all
     python -m tools.make_records lora --into runs/lora --seconds 600
     python -m tools.fill_pages --pictures && python -m tools.fill_pages
@@ -116,6 +116,7 @@ RUNS: dict[str, dict[str, str]] = {
         "profile_lora_4x2048": f"{PROFILE} {LARGE} {LORA}",
         "profile_lora_1x512": f"{PROFILE} {SMALL} {LORA}",
         "profile_lora_4x2048_all": f"{PROFILE} {LARGE} {LORA} {ALL}",
+        "profile_lora_fp8_4x2048": f"{PROFILE} {LARGE} {LORA} {ALL} --fp8",
         "profile_lora_1x512_all": f"{PROFILE} {SMALL} {LORA} {ALL}",
         "profile_qlora_4x2048_all": f"{PROFILE} {LARGE} {QLORA} {ALL}",
         "profile_qlora_1x512_all": f"{PROFILE} {SMALL} {QLORA} {ALL}",
@@ -182,6 +183,10 @@ RUNS: dict[str, dict[str, str]] = {
     "tests": {"tests": "tools.run_tests --gpu"},  # they leave no record
     "checks": {name: f"{name}.py" for name in CHECKS},
     "estimates": {f"estimate_{e}": f"{ESTIMATE} {w}" for e, w in ESTIMATED.items()},
+    "predictions": {  # of a GPU from the other one's records, beside its own
+        f"predicted_{gpu.lower()}": f"next_steps.studies.predict --gpu {gpu} --score results"
+        for gpu in ("H100", "H200")
+    },
 }
 RECORD_COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
 

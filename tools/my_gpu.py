@@ -10,8 +10,7 @@ knows it, and the last line is the path of the file to send.  Exit code 1 if a r
 """
 
 import contextlib
-import subprocess
-import sys
+import json
 import tarfile
 
 from harness.cli import command_line
@@ -33,13 +32,13 @@ LONGER = "tests", "ladder_1x512", "ladder_4x2048"
 def scoreboard() -> str:
     """Return what was predicted for this GPU beside what FOLDER's records measured."""
     records = predict.read_records(FOLDER)
-    kinds = [kind for kind, name in predict.PREDICTED.items() if predict.of_gpu(records, name)]
-    if not kinds:
+    gpus = [name for name in predict.PREDICTED.values() if predict.of_gpu(records, name)]
+    if not gpus:
         return f"No scoreboard: predictions are for {', '.join(predict.PREDICTED)} alone."
-    command = [sys.executable, "-m", "next_steps.studies.predict", "--gpu", kinds[0]]
-    command += ["--score", FOLDER, "--json", FOLDER / "predicted.json"]
-    run = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    return run.stdout + run.stderr
+    record = predict.prediction(gpus[0])
+    predict.add_score(record, records)
+    (FOLDER / "predicted.json").write_text(json.dumps(record, indent=1))
+    return predict.render(record)
 
 
 def main() -> int:

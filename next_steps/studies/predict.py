@@ -213,9 +213,9 @@ class Source:
 
 
 def read_records(path: Path) -> list[dict]:
-    """Return the records of a file or a folder."""
+    """Return the records of a file, or of a folder and those in it."""
     try:
-        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
         return [record for record in (json.loads(f.read_text()) for f in files) if "kind" in record]
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as records: {error}") from error
@@ -279,7 +279,8 @@ def milliseconds(us: float) -> str:
 
 
 def render(record: dict) -> str:
-    gpu, rates, rows = GPUS[record["gpu"]], record["ceilings"], record["rows"]
+    gpu, rates = GPUS[record["gpu"]], record["ceilings"]
+    rows = [row for row in record["rows"] if row.get("ratio", True)]
     shown = [
         Column("source, ms", "source_us", milliseconds),
         Column("predicted", "us", milliseconds),
@@ -288,9 +289,9 @@ def render(record: dict) -> str:
     ]
     memory = [Column("GB", lambda row: row["peak"] / 1e9, ".1f")]
     if any("ratio" in row for row in rows):
-        shown.append(Column("measured", "measured_us", milliseconds, "not measured"))
-        shown.append(Column("ratio", "ratio", ".3f", ""))
-        memory.append(Column("ratio", "peak_ratio", ".4f", ""))
+        shown.append(Column("measured", "measured_us", milliseconds))
+        shown.append(Column("ratio", "ratio", ".3f"))
+        memory.append(Column("ratio", "peak_ratio", ".4f"))
     lines = [
         tables.title(f"{record['gpu']}, predicted from {' and '.join(record['sources'])}"),
         f"Ceilings: copy {rates['copy_gbs']:,.0f} GB/s of {1e3 * gpu.tbs:,.0f}, products "
@@ -301,7 +302,25 @@ def render(record: dict) -> str:
         columns = [Column(kinds[0].capitalize(), "name"), *shown, *memory * ("step" in kinds)]
         lines += ["", Table.of(columns, body).text()] if body else []
     lines += [f"Not predicted, without a profile: {name}" for name in record["absent"]]
+    if unmeasured := len(record["rows"]) - len(rows):
+        lines.append(f"Not measured: {unmeasured} of {len(record['rows'])} predictions")
     return "\n".join(lines)
+
+
+def prediction(gpu: str, source: Path = KEPT, measured: dict | None = None) -> dict:
+    """Return the record of a GPU, by its name in GPUS, from the records in `source`.
+
+    By default those are the project's, without that GPU's own.
+    """
+    kept, records = read_records(KEPT), read_records(source)
+    counts = [count for each in kept if each["kind"] == "instructions" for count in each["counts"]]
+    names = [name for name in PREDICTED.values() if source != KEPT or name != gpu]
+    sources = [Source(name, found, counts) for name in names if (found := of_gpu(records, name))]
+    if not sources:
+        raise UserError(f"no records of another GPU in {source}")
+    estimates = [each for each in kept if each["kind"] == "estimate"]
+    record = {"kind": "prediction", "environment": run_records.environment()}
+    return record | predict_all(sources, gpu, estimates, measured)
 
 
 def main() -> None:
@@ -314,22 +333,15 @@ def main() -> None:
     add("--json", metavar="FILE", help="write the prediction as a JSON record")
     args = parser.parse_args()
     output_files.check_outputs(args)
-    gpu, kept, measured = PREDICTED[args.gpu], read_records(KEPT), None
-    counts = [count for each in kept if each["kind"] == "instructions" for count in each["counts"]]
-    records = read_records(args.source)
-    names = [name for name in PREDICTED.values() if args.source != KEPT or name != gpu]
-    sources = [Source(name, found, counts) for name in names if (found := of_gpu(records, name))]
-    if not sources:
-        raise UserError(f"no records of another GPU in {args.source}")
-    record = {"kind": "prediction", "environment": run_records.environment()}
+    gpu, measured = PREDICTED[args.gpu], None
     if args.ceilings == "measured":
-        if not of_gpu([record], gpu):
+        if gpu_named(run_records.environment()["gpu"]) is not GPUS[gpu]:
             raise UserError(f"--ceilings measured runs on a {gpu} alone")
         from harness.model.architecture import TORCH_DTYPES
         from harness.profiling.profiler import measure_ceilings
 
         measured = measure_ceilings(TORCH_DTYPES["bf16"])
-    record |= predict_all(sources, gpu, [e for e in kept if e["kind"] == "estimate"], measured)
+    record = prediction(gpu, args.source, measured)
     if args.score:
         add_score(record, read_records(args.score))
     print(render(record))
