@@ -1,5 +1,6 @@
 """The tables of docs/how_good.md: published figures and our own runs, by one formula."""
 
+import math
 import operator
 import statistics
 
@@ -40,10 +41,21 @@ IN_BOTH = [
 ]
 
 
-def published() -> str:
-    """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU."""
+def published(gpu: str = "") -> str:
+    """What others published, each row in tokens/s, TFLOP/s and MFU of one GPU.
+
+    With a GPU: its rows alone, and what is predicted of our step in the shapes of bf16.
+    """
+    rows = [row for row in load_record("published")["rows"] if gpu in row["gpu"]]
+    if gpu:
+        us = {row["name"]: row["us"] for row in load_record(f"predicted_{gpu.lower()}")["rows"]}
+        for row in [row for row in rows if row["precision"] == "bf16"]:
+            shape = row["accumulate"], row["batch_size"], row["seq_len"]
+            speed = 1e6 * math.prod(shape) / us["{} x {} x {:,}, 8B, all".format(*shape)]
+            ours = {"source": "ours, predicted", "tokens_per_second_per_gpu": speed}
+            rows.append(row | ours | {"differs": ""})
     columns = [Column("source", "source"), *IN_BOTH, Column("not like for like", "differs")]
-    return Table.of(columns, load_record("published")["rows"]).markdown()
+    return Table.of(columns, rows).markdown()
 
 
 def published_sources() -> str:

@@ -473,20 +473,3 @@ def traces() -> str:
             + (f"{path.stat().st_size / 1e3:,.0f}",)
         )
     return page_table(body, "trace | on | commit | kernels, copies | step, ms | kB")
-
-
-def predicted_beside_published() -> str:
-    """The sealed prediction of a GB300 beside what others published of one, in the same shape."""
-    steps = {row["name"]: row for row in load_record("predicted_gb300")["rows"]}
-    body = []
-    for row in load_record("published")["rows"]:
-        if (row["gpu"], row["gpus"], row["precision"]) == ("GB300", 1, "bf16"):
-            n, batch, length = (row[key] for key in ("accumulate", "batch_size", "seq_len"))
-            step = steps[f"{n} x {batch} x {length:,}, 8B, all"]
-            ends = (1e6 * n * batch * length / step[key] for key in ("us", "high", "low"))
-            cells = (
-                "{:,.0f} ({:,.0f}–{:,.0f})".format(*ends),
-                f"{row['tokens_per_second_per_gpu']:,}",
-            )
-            body.append((f"{row['source']}, {size_label(row)}", *cells, row["differs"]))
-    return page_table(body, "tokens/s | ours, predicted | published | not like for like")
