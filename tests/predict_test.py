@@ -168,7 +168,7 @@ def test_of_itself_a_gpu_is_predicted_exactly(name):
 @pytest.mark.parametrize("name", ["H200", "H100 80GB HBM3"])
 def test_the_kept_score_is_that_of_the_kept_records(name):
     path = predict.KEPT / f"predicted_{name.split()[0].lower()}.json"
-    record = predict.prediction(name)
+    record = predict.prediction_of(name)
     add_score(record, RESULTS)
     kept = json.loads(path.read_text())["rows"]
     again = "python -m tools.make_records predictions"

@@ -35,7 +35,7 @@ def scoreboard() -> str:
     gpus = [name for name in predict.PREDICTED.values() if predict.of_gpu(records, name)]
     if not gpus:
         return f"No scoreboard: predictions are for {', '.join(predict.PREDICTED)} alone."
-    record = predict.prediction(gpus[0])
+    record = predict.prediction_of(gpus[0])
     predict.add_score(record, records)
     (FOLDER / "predicted.json").write_text(json.dumps(record, indent=1))
     return predict.render(record)

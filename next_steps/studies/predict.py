@@ -307,7 +307,7 @@ def render(record: dict) -> str:
     return "\n".join(lines)
 
 
-def prediction(gpu: str, source: Path = KEPT, measured: dict | None = None) -> dict:
+def prediction_of(gpu: str, source: Path = KEPT, measured: dict | None = None) -> dict:
     """Return the record of a GPU, by its name in GPUS, from the records in `source`.
 
     By default those are the project's, without that GPU's own.
@@ -341,7 +341,7 @@ def main() -> None:
         from harness.profiling.profiler import measure_ceilings
 
         measured = measure_ceilings(TORCH_DTYPES["bf16"])
-    record = prediction(gpu, args.source, measured)
+    record = prediction_of(gpu, args.source, measured)
     if args.score:
         add_score(record, read_records(args.score))
     print(render(record))
