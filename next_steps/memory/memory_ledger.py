@@ -212,7 +212,7 @@ class Ledger(TorchDispatchMode):
 
     def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Enter the stages by hooks on whole layers; assign parameters and optimizer state."""
-        self.model, layers = model, model.model.layers
+        layers = model.model.layers
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
         for n, layer in enumerate(layers, start=1):
             layer.register_forward_pre_hook(lambda *_, n=n: self.enter("forward", n))

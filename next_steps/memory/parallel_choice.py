@@ -23,7 +23,7 @@ from harness.steps.communication import REDUCED, bytes_of
 from harness.steps.launches import replaced
 from harness.steps.stepping import trained
 from next_steps.memory.memory_estimate import CUBLAS_WORKSPACE, try_kernels
-from next_steps.memory.memory_ledger import GRADIENTS, PARAMETERS, STATE
+from next_steps.memory.memory_ledger import GRADIENTS, PARAMETERS, STATE, Ledger
 from next_steps.memory.meta_step import run_step
 from next_steps.memory.peak_attribution import history, windows
 
@@ -48,14 +48,23 @@ def start_processes(workload: Workload) -> Workload:
     return replace(workload, parallel=way)
 
 
+class UnitLedger(Ledger):
+    """A ledger that also has the bytes of what is gathered at once, and of its gradients."""
+
+    def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().follow(model, optimizer)
+        units = model.model.layers[0], model.lm_head, model.model.embed_tokens, model
+        self.weights = [bytes_of(unit.parameters()) for unit in units]
+        self.gradients = [bytes_of(trained(unit)) for unit in units]
+
+
 def predicted_peaks(config: PreTrainedConfig, workload: Workload) -> dict[str, int]:
     """Return the most bytes that a process allocates, by way; an opponent's as the baseline's."""
     with replaced(parallel, world_size=lambda: 1), replaced(torch.distributed, is_initialized=bool):
-        ledger = run_step(config, workload)
-    model, n, n_layers = ledger.model, workload.world_size, config.num_hidden_layers
-    units = model.model.layers[0], model.lm_head, model.model.embed_tokens, model
-    layer, head, root, _ = (bytes_of(unit.parameters()) for unit in units)
-    of_layer, of_head, _, of_all = (bytes_of(trained(unit)) for unit in units)  # gradients
+        ledger = run_step(config, workload, UnitLedger())
+    n, n_layers = workload.world_size, config.num_hidden_layers
+    layer, head, root, _ = ledger.weights
+    of_layer, of_head, _, of_all = ledger.gradients
     widening = REDUCED.itemsize // TORCH_DTYPES[workload.dtype].itemsize
     parts, found = history(ledger, 2 * CUBLAS_WORKSPACE), dict.fromkeys(PARALLEL, 0)
     for window in windows(ledger, parts):
