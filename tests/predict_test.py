@@ -89,7 +89,8 @@ def test_products_follow_the_peak_and_what_is_measured_replaces_it():
 def counted(share):
     """Counts of a launch of 240 MB whose instructions take a share of 100 us, and half there."""
     count = {"kernel": "_adamw_kernel", "case": "AdamW", "n_bytes": 240 * MB}
-    targets = {"sm_here": share * 100 * MB, "sm_there": share * 50 * MB}
+    issued = share * predict.ISSUED * MB  # in a microsecond
+    targets = {"sm_here": 100 * issued, "sm_there": 50 * issued}
     return [count | {"target": t, "instructions": n} for t, n in targets.items()]
 
 
@@ -177,6 +178,17 @@ def test_the_kept_score_is_that_of_the_kept_records(name):
         assert {(row["kind"], row["name"]): row[key] for row in kept} == pytest.approx(values), (
             again
         )
+
+
+@pytest.mark.parametrize("name", ["H200", "H100 80GB HBM3"])
+def test_the_most_that_a_kernel_reached_of_the_rate_of_issue(name):
+    source, shares = Source(name, of_gpu(RESULTS, name), COUNTS), {}
+    for row in (row for row in source.rows if row.kind == "kernel"):
+        (part,) = row.parts.values()
+        issue_us = part["bytes"] * source.instructions(row, source.gpu) / source.gpu.warps_per_us
+        shares[row.name] = issue_us / part["us"]
+    assert max(shares.values()) == pytest.approx(predict.ISSUED, abs=0.02)
+    assert max(shares, key=shares.get).startswith("adamw8")
 
 
 def test_a_score_says_the_ratio_and_what_is_not_measured():

@@ -30,6 +30,7 @@ from next_steps.studies import ladder
 
 KEPT = Path(__file__).parents[2] / "results"
 MEMORY, PRODUCTS, INSTRUCTIONS, CACHE = "memory", "products", "instructions", "cache"
+ISSUED = 0.7  # of a rate of issue: the most that a kernel reached, on an H100 and on an H200
 PEAKS = {"copy_gbs": "tbs", "matmul_tflops": "bf16_tflops"}  # a record's rate: the figure of Gpu
 PREDICTED = {name.partition(" 80GB")[0]: name for name, gpu in GPUS.items() if gpu.cache_mb}
 HOW_TRAINED = {"lora_rank": "LoRA {}", "quantize": "{}", "fp8": "fp8 {}", "moments": "{} moments"}
@@ -160,7 +161,7 @@ class Source:
         shares = {
             MEMORY: part["bytes"] / self.best["copy_gbs"] / 1e3 / us,
             PRODUCTS: flops_at_ceilings_us(part["flops"], part["fp8_flops"], self.best) / us,
-            INSTRUCTIONS: part["bytes"] * here / self.gpu.warps_per_us / us,
+            INSTRUCTIONS: part["bytes"] * here / (ISSUED * self.gpu.warps_per_us) / us,
         }
         if shares[PRODUCTS] < 0.5 and part["bytes"] / part["launches"] <= 1e6 * self.gpu.cache_mb:
             shares = {CACHE: 0.0}  # it is not known
