@@ -1,5 +1,6 @@
 """predict.py: predictions by hand, of the GPU that was measured itself, and beside measurements."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -178,6 +179,11 @@ def test_the_kept_score_is_that_of_the_kept_records(name):
         assert {(row["kind"], row["name"]): row[key] for row in kept} == pytest.approx(values), (
             again
         )
+
+
+def test_the_sealed_prediction_has_the_checksum_that_the_page_says():
+    sealed = (predict.KEPT / "predicted_gb300.json").read_bytes()
+    assert hashlib.sha256(sealed).hexdigest() in (predict.KEPT.parent / "docs/gb300.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["H200", "H100 80GB HBM3"])

@@ -129,13 +129,16 @@ def test_no_measured_figure_is_typed_by_hand():
         assert not typed, name
 
 
+WITHOUT_GPU = "estimate", "instructions", "prediction"  # kinds of records
+
+
 def test_every_record_that_a_page_quotes_says_where_it_was_made():
     markers = (match for text in TEXTS.values() for match in MARKED.finditer(text))
     quoted = {m["what"].split("|")[0].strip() for m in markers if m["kind"] == "output"}
     for name in " ".join(quoted).split():
         record = load_record(name)
         assert record["environment"]["date"] and record["environment"]["commit"] != "unknown", name
-        assert record["environment"]["gpu"] or record["kind"] in ("estimate", "instructions"), name
+        assert record["environment"]["gpu"] or record["kind"] in WITHOUT_GPU, name
 
 
 def headings(text: str) -> list[str]:
