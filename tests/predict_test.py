@@ -229,6 +229,19 @@ def call(monkeypatch, *flags):
     predict.main()
 
 
+def test_a_prediction_beside_the_records_measured_nothing(tmp_path):
+    """make gb300 leaves one in its folder, made on the GPU that the records are of."""
+    (tmp_path / "adamw.json").write_text(json.dumps(benchmark(gpu="H200", gbs=300 * MB / 1e3)))
+    alone = predict.prediction_of("GB300", tmp_path)
+    beside = alone | {
+        "environment": {"gpu": "NVIDIA H200"},
+        "ceilings": dict.fromkeys(predict.PEAKS, 1.0),
+    }
+    (tmp_path / "predicted.json").write_text(json.dumps(beside))
+    again = predict.prediction_of("GB300", tmp_path)
+    assert [again[key] for key in ("rows", "ceilings")] == [alone[k] for k in ("rows", "ceilings")]
+
+
 def test_the_command_writes_a_record_and_refuses_what_it_cannot_read(monkeypatch, tmp_path, capsys):
     path = tmp_path / "predicted.json"
     call(monkeypatch, "--gpu", "GB300", "--score", tmp_path, "--json", path)

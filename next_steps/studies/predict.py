@@ -214,12 +214,13 @@ class Source:
 
 
 def read_records(path: Path) -> list[dict]:
-    """Return the records of a file, or of a folder and those in it."""
+    """Return the records of a file, or of a folder and those in it, but for predictions."""
     try:
         files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
-        return [record for record in (json.loads(f.read_text()) for f in files) if "kind" in record]
+        records = [json.loads(file.read_text()) for file in files]
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as records: {error}") from error
+    return [record for record in records if record.get("kind", "prediction") != "prediction"]
 
 
 def of_gpu(records: list[dict], name: str) -> list[dict]:
@@ -313,7 +314,8 @@ def prediction_of(gpu: str, source: Path = KEPT, measured: dict | None = None) -
 
     By default those are the project's, without that GPU's own.
     """
-    kept, records = read_records(KEPT), read_records(source)
+    kept = read_records(KEPT)
+    records = kept if source == KEPT else read_records(source)
     counts = [count for each in kept if each["kind"] == "instructions" for count in each["counts"]]
     names = [name for name in PREDICTED.values() if source != KEPT or name != gpu]
     sources = [Source(name, found, counts) for name in names if (found := of_gpu(records, name))]
