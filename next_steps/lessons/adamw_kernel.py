@@ -180,8 +180,7 @@ def step_of(p, g, m, v, factors):
     rate1, rate2, decay, step_size, sqrt_scale, eps = factors
     m = m + (g - m) * rate1
     v = v * (1.0 - rate2) + g * g * rate2
-    inverse_root = tl.rsqrt(tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
-    p = p * decay - step_size * m * inverse_root * inverse_root
+    p = p * decay - step_size * m / (tl.sqrt(v) * sqrt_scale + eps)  # m and v not yet rounded
     return p, m, v
 
 

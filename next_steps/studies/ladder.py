@@ -149,6 +149,7 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
         row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
         record["rungs"].append(row)
+        run_records.write_record(record_to, record, is_whole=False)  # it may be ended
         if HAS_GPU:
             print(f"    {step_ms:,.1f} ms per step", flush=True)
         return run
