@@ -94,7 +94,7 @@ RUNS: dict[str, dict[str, str]] = {
         "finetune_baseline_4x2048": f"{BASELINE} {LARGE}",
         "finetune_optimized_4x2048": f"{OPTIMIZED} {LARGE}",
         "ladder_1x512": f"{LADDER} {SMALL}",
-        "ladder_4x2048": f"{LADDER} {LARGE} --steps 12",
+        "ladder_4x2048": f"{LADDER} {LARGE}",
         "full_baseline_4x2048": f"{BASELINE} {LARGE} --steps 12",
         "full_all_4x2048": f"{OPTIMIZED} {LARGE} {ALL} --steps 12",
         "full_unsloth_4x2048": f"{OPPONENT} {LARGE} --opponent unsloth --steps 12",

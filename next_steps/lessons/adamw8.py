@@ -23,7 +23,7 @@ of a block differ by more.  An m that is rounded to 0 in every step is no runnin
 codes closer together near 0: the nearest code is at most 1.6 % off at the top (v's: 0.8 %), 5 % at
 a hundredth of it (2.5 %), 16 % at a ten-thousandth (8 %).  bitsandbytes and torchao find codes in a
 table, by a search for each element.  A fourth power is two multiplications, and its inverse two
-inverse square roots: 1 / sqrt(1 / sqrt(x)).
+square roots.
 
 Why sqrt(v)?  A step divides by it, and it spans half as many powers of two as v.
 
@@ -37,10 +37,6 @@ New ideas of Triton, after those of adamw_kernel.py:
    threads of one warp find the largest with `tl.max` and wait for no other warp.
 2. A masked load returns what was never written, unless `other=` says what else.  These values are
    not stored, but the maximum sees them.
-3. Instructions can take longer than the bytes.  A warp issues one in a cycle, but roots, quotients
-   and conversions have a unit that takes 8 cycles for each: they count first.  So there is one
-   quotient for a block, 1 / scale, and `rsqrt`, one instruction, stands for a division.  And
-   a code is rounded without a conversion: where fp32 has no fractions, adding rounds.
 
 Limits: those of adamw_kernel.py.  A parameter that is not contiguous is stepped as a copy.  Codes
 are rounded to the nearest one, bf16 weights also at random.  What several processes share is
@@ -136,24 +132,17 @@ def _nearest_code(x: torch.Tensor, scale: torch.Tensor, levels: int) -> torch.Te
 # bytes of codes at once.
 
 
-# The fourth roots of numbers that are not negative, in shares of the largest.
+# The codes of numbers that are not negative, as fp32; scale is SMALLEST or more.
 @triton.jit
-def _root_of(x, largest):
-    return tl.rsqrt(tl.rsqrt(x * (1.0 / tl.maximum(largest, SMALLEST))))
+def _code_of(x, scale, levels: tl.constexpr):
+    return tl.floor(tl.sqrt(tl.sqrt(x / scale)) * levels + 0.5)
 
 
-# Bits whose last byte is the whole number nearest to x, also to one below 0: fp32 has no fractions
-# from 2**23 to 2**24, and x + 1.5 * 2**23 lies there.
-@triton.jit
-def _byte_of(x):
-    return (x + 1.5 * 2**23).to(tl.int32, bitcast=True)
-
-
-# Fourth powers with the sign of the code.
+# Their fourth powers.
 @triton.jit
 def _fourth_power(code):
-    square = code * tl.abs(code)
-    return square * tl.abs(square)
+    square = code * code
+    return square * square
 
 
 @triton.jit(do_not_specialize=["seed", "index"])
@@ -193,6 +182,7 @@ def _adamw8_kernel(
         g = -g
 
     m = _fourth_power(m_code) * m_scale
+    m = tl.where(m_code < 0, -m, m)
     root = _fourth_power(v_code) * root_scale
     p, m, v = step_of(p, g, m, root * root, factors)
     store_rounded(p_ptr, lane, mask, p, seed, tl.program_id(0), 0, index, step, BLOCK)
@@ -203,11 +193,11 @@ def _adamw8_kernel(
     m_scale, root_scale = tl.max(size, 0), tl.max(root, 0)
     tl.store(m_scale_ptr, m_scale)
     tl.store(root_scale_ptr, root_scale)
-    m_root = _root_of(size, m_scale)
-    m_code = _byte_of(tl.where(m < 0, -m_root, m_root) * 127)
-    v_code = _byte_of(tl.maximum(_root_of(root, root_scale) * 256 - 1.0, 0.0))
+    m_code = _code_of(size, tl.maximum(m_scale, SMALLEST), 127)
+    v_code = _code_of(root, tl.maximum(root_scale, SMALLEST), 256) - 1.0
+    m_code = tl.where(m < 0, -m_code, m_code)
     tl.store(m_ptr + lane, m_code.to(tl.int8), mask=mask)
-    tl.store(v_ptr + lane, v_code.to(tl.uint8), mask=mask)
+    tl.store(v_ptr + lane, tl.maximum(v_code, 0.0).to(tl.uint8), mask=mask)
 
 
 # ---- The launcher
