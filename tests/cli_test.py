@@ -523,34 +523,35 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path, script):
 
 
 @pytest.mark.exhaustive
-def test_a_signal_to_the_ladder_ends_its_child_too(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [("next_steps.studies.ladder", TINY), ("tools.make_records", ["checks", "--into"])],
+)
+def test_a_signal_ends_the_processes_that_run_and_wait(tmp_path, script, flags):
     number = signal.SIGTERM
-    told = tmp_path / "pid"
-    (tmp_path / "profile_baseline.py").write_text(
-        "import os, pathlib, time\n"
-        f"pathlib.Path({str(told)!r}).write_text(str(os.getpid()))\n"
-        "time.sleep(999)\n"
-    )
+    wait = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); time.sleep(999)"
     code = f"""
-import pathlib
+import importlib
 from harness.cli import command_line
-from next_steps.studies import ladder
-ladder.HERE = pathlib.Path({str(tmp_path)!r})
-command_line.run_main(ladder.main)
+from next_steps.studies import prepared
+prepared.WAIT = {wait!r}
+command_line.run_main(importlib.import_module({script!r}).main)
 """
-    command = [sys.executable, "-c", code, *TINY]
+    command = [sys.executable, "-c", code, *flags]
+    command += [str(tmp_path / "records")] if flags[-1] == "--into" else []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_here()
     ) as run:
         deadline = time.monotonic() + 300
-        while not (told.exists() and told.read_text()):
+        while len(found := [each for each in tmp_path.iterdir() if each.name.isdigit()]) < 3:
             assert run.poll() is None and time.monotonic() < deadline, run.stderr.read()
             time.sleep(0.05)
         run.send_signal(number)
         said = run.stderr.read()
     assert (run.returncode, said) == (128 + number, f"ended by {number.name}\n")
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(told.read_text()), 0)
+    for each in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(each.name), 0)
 
 
 # ---------------------------------------------------------------- what a good run prints

@@ -1,6 +1,5 @@
 """The ladder predicts, runs and prints what it says."""
 
-import argparse
 import json
 import re
 from dataclasses import replace
@@ -10,7 +9,8 @@ import pytest
 import finetune_baseline
 import finetune_optimized
 import profile_baseline
-from harness.cli import command_line, tables
+from harness.cli import tables
+from harness.cli.command_line import RunError
 from harness.cli.device import HAS_GPU
 from harness.cli.flags import OPPONENTS, FlagParser
 from harness.cli.workload import Workload
@@ -19,7 +19,7 @@ from harness.records import run_records
 from next_steps import finetune_options
 from next_steps.finetuning import opponent_models, opponents
 from next_steps.patches import projections
-from next_steps.studies import ladder
+from next_steps.studies import ladder, prepared
 from tests.small_workloads import MADE_UP, SMALL, TINY, small_workload
 
 SCRIPTS = {f"{s.__name__}.py": s for s in (finetune_baseline, finetune_optimized, profile_baseline)}
@@ -127,12 +127,12 @@ def ladder_of_a_made_up_gpu(
     calls, times = [], iter(step_ms)
     categories = {name: {"us": 1e3 * i, "launches": 1} for i, name in enumerate(CATEGORIES)}
 
-    def run_script(script, workload, *flags):
+    def run_script(process, script, workload, *flags):
         calls.append((script, *ladder.own_flags(workload), *flags))
         if script == "profile_baseline.py":
             return {"categories": categories, "busy_us": 80e3, "ceilings": {"copy_gbs": 0.5}}
         if workload.opponent == "liger" and not liger:
-            raise command_line.RunError("one opponent failed")
+            raise RunError("one opponent failed")
         seconds = next(times, 50.0) / 1e3
         return workload.as_record() | {
             "parameters": 7, "warmup_steps": 1, "steps": 7, "lr": 1e-3, "losses": [2.0, 1.5],
@@ -141,6 +141,7 @@ def ladder_of_a_made_up_gpu(
             "peak_memory_bytes": 10**9, "validation_loss_after": 1.0,
         }  # fmt: skip
 
+    monkeypatch.setattr(prepared, "WAIT", "")
     monkeypatch.setattr(ladder, "run_script", run_script)
     monkeypatch.setattr("harness.cli.device.HAS_GPU", has_gpu)
     monkeypatch.setattr(run_records, "environment", lambda: MADE_UP)
@@ -246,20 +247,21 @@ def test_fp8_is_left_out_with_a_reason_where_it_is_refused(
 
 
 def absent_opponent(workload, *files):
-    raise command_line.RunError("not run here")
+    raise RunError("not run here")
 
 
 @pytest.mark.exhaustive
 def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_validation):
     """All scripts run in this process: nine processes would import PyTorch for most of a minute."""
 
-    def run_script(script, workload, *flags):
+    def run_script(process, script, workload, *flags):
         path = tmp_path / "record.json"
         flags = [*workload.as_flags(), *flags, "--json", str(path)]
         monkeypatch.setattr("sys.argv", [script, *map(str, flags)])
         SCRIPTS[script].main()
         return json.loads(path.read_text())
 
+    monkeypatch.setattr(prepared, "WAIT", "")
     monkeypatch.setattr(ladder, "run_script", run_script)
     # Liger-Kernel would stay patched into transformers for later tests, and compiling takes a
     # minute: kernel_training_test.py has the opponents
@@ -281,24 +283,30 @@ def test_a_real_ladder(monkeypatch, tmp_path, capsys, small_model, little_valida
 
 
 @pytest.mark.exhaustive
-def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload():
+def test_a_script_is_run_in_a_process_of_its_own_with_the_same_workload(tmp_path):
     workload = small_workload("--data", "synthetic", "--seed", "3", "--lr", "0.5")
-    record = ladder.run_script("finetune_baseline.py", workload)
+    with prepared.prepared(tmp_path, ["a run"]) as processes:
+        record = ladder.run_script(next(processes), "finetune_baseline.py", workload)
     assert record["kind"] == "finetune" and Workload.from_record(record) == workload
 
 
-CUDA_SAYS_MORE = "a warning\nerror: the sentence\n[W] a graph was not recorded to its end\n"
+CUDA_SAYS_MORE = (
+    "print('a warning\\nerror: the sentence\\n[W] a graph was not recorded to its end')"
+)
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "reason"),
-    [(1, CUDA_SAYS_MORE, "error: the sentence"), (-9, "\n", "exit code -9")],
-    ids=["CUDA says more", "no word"],
+    ("program", "reason"),
+    [
+        (f"{CUDA_SAYS_MORE}; raise SystemExit(1)", "error: the sentence"),
+        ("print('before'); raise KeyError('what was raised')", "KeyError: 'what was raised'"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+    ],
+    ids=["CUDA says more", "raised", "no word"],
 )
-def test_a_script_that_fails_or_dies_is_one_sentence(monkeypatch, code, said, reason):
-    failed = argparse.Namespace(returncode=code, stdout="", stderr=said)
-    monkeypatch.setattr(command_line, "run_child", lambda command: failed)
+def test_a_script_that_fails_or_dies_is_one_sentence(monkeypatch, tmp_path, program, reason):
+    monkeypatch.setattr(prepared, "WAIT", program)
     workload = replace(small_workload(), kernels=("rmsnorm",))
-    with pytest.raises(command_line.RunError) as caught:
-        ladder.run_script("finetune_optimized.py", workload)
+    with prepared.prepared(tmp_path, [1]) as (process,), pytest.raises(RunError) as caught:
+        ladder.run_script(process, "finetune_optimized.py", workload)
     assert str(caught.value) == f"finetune_optimized.py --kernels rmsnorm failed: {reason}"

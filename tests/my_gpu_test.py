@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from next_steps.studies import prepared
 from tests.conftest import assert_refused
 from tools import make_records, my_gpu, run_tests
 
@@ -34,7 +35,7 @@ WAIT += "sys.argv[0] and runpy.run_path(sys.argv[0])"
 def folder(tmp_path, monkeypatch):
     for name, text in SCRIPTS.items():
         (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setattr(make_records, "WAIT", WAIT)
+    monkeypatch.setattr(prepared, "WAIT", WAIT)
     monkeypatch.setattr(make_records, "RECORD_COMMANDS", {n: f"{tmp_path}/{n}.py" for n in SCRIPTS})
     monkeypatch.setattr(my_gpu, "ORDER", [*SCRIPTS])
     monkeypatch.setattr(my_gpu, "FOLDER", tmp_path / "my_gpu")

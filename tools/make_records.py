@@ -14,23 +14,19 @@ wait, so that the GPU does not wait.  After --seconds the current run and all ot
 So the most important runs come first in each group.  Exit code 1 if a run failed or was ended.
 """
 
-import contextlib
-import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
 from harness.cli.processes import DDP, FSDP
+from next_steps.studies.prepared import prepared
 
 HERE = Path(__file__).parents[1]
 ACCURACY = "next_steps.studies.fp8_accuracy --model runs/smollm2"
@@ -62,22 +58,6 @@ ESTIMATED |= {
 }
 # of what a run prints, the line that matters: the last one with such words, else the last one
 MATTERS = re.compile("kernels run here|ours  |Median time|Largest recoverable|^. cuda_graph")
-AHEAD = 3  # processes: one runs, the others wait
-WAIT = """
-import contextlib, importlib, json, runpy, sys
-from harness.cli import command_line
-import harness.profiling.profiler, next_steps.finetuning.kernel_training
-with contextlib.suppress(ImportError):
-    import peft
-command = sys.stdin.readline()
-if command:
-    name, *sys.argv[1:] = json.loads(command)
-    sys.argv[0] = name
-    if name.endswith(".py"):
-        runpy.run_path(name, run_name="__main__")
-    else:  # imported: what it starts in processes of their own has to be found by its name
-        command_line.run_main(importlib.import_module(name).main)
-"""
 
 # {group: {record: what writes it}}
 RUNS: dict[str, dict[str, str]] = {
@@ -191,46 +171,6 @@ RUNS: dict[str, dict[str, str]] = {
 RECORD_COMMANDS = {name: command for group in RUNS.values() for name, command in group.items()}
 
 
-def waiting(aside: Path, names: list[str]) -> Iterator[subprocess.Popen]:
-    """Yield a process for each name, which has imported PyTorch and waits for its command.
-
-    A process prints into ASIDE/NAME.txt.  Processes that nobody asked for are ended.
-    """
-    started, command = [], [sys.executable, "-c", WAIT]
-    try:
-        for i in range(len(names)):
-            for name in names[len(started) : i + AHEAD]:
-                with (aside / f"{name}.txt").open("w") as said:
-                    how = {"stdin": subprocess.PIPE, "stdout": said, "stderr": said, "text": True}
-                    how["start_new_session"] = True  # a group, so that `end` finds all
-                    started.append(subprocess.Popen(command, cwd=HERE, **how))
-            yield started[i]
-    finally:
-        for process in started:
-            end(process)
-
-
-def end(process: subprocess.Popen) -> None:
-    """End a process that still runs, and what it started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-
-
-def run_in_time(process: subprocess.Popen, words: list[str], seconds: float) -> bool:
-    """Let the process run its command; return True if it succeeds in time."""
-    with contextlib.suppress(BrokenPipeError):  # it has failed already
-        process.stdin.write(json.dumps(words) + "\n")
-        process.stdin.close()
-    try:
-        return process.wait(seconds) == 0
-    except subprocess.TimeoutExpired:
-        end(process)
-        return False
-
-
 def make_records(
     commands: dict[str, str], folder: Path, seconds_of: Callable[[str], float], aside: Path
 ) -> int:
@@ -240,7 +180,7 @@ def make_records(
     """
     folder.mkdir(parents=True, exist_ok=True)
     missing = len(commands)
-    with contextlib.closing(waiting(aside, list(commands))) as processes:
+    with prepared(aside, list(commands)) as processes:
         for i, (name, command) in enumerate(commands.items(), start=1):
             start, limit = time.monotonic(), seconds_of(name)
             print(begun := f"{i} of {len(commands)}: {name}:", end=" ", flush=True)
@@ -251,10 +191,10 @@ def make_records(
                 words += ["--json", record]
             if words[0] == PROFILE:
                 words += ["--trace", os.devnull]
-            done = run_in_time(next(processes), words, limit)
+            done = (process := next(processes)).run(words, limit)
             missing -= done
-            file, took = aside / f"{name}.txt", time.monotonic() - start
-            lines = file.read_text(errors="replace").strip().splitlines() or ["nothing was printed"]
+            lines = process.lines() or ["nothing was printed"]
+            took = time.monotonic() - start
             told = [line for line in lines if done and MATTERS.search(line)] or lines
             how = "" if done else "failed: " if took < limit else "time is over: "
             ended = f"{took:.0f} s, {how}{' '.join(told[-1].split())}"

@@ -12,12 +12,11 @@ import io
 import logging
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from harness.cli.processes import world_size
 
@@ -147,8 +146,9 @@ class Ended(BaseException):
         self.number = number
 
 
-def run_child(command: list[str]) -> subprocess.CompletedProcess:
-    """Run a command and catch what it prints.  A signal to this process ends the command too."""
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """Raise Ended in the block where a signal would end the process, so that `finally` runs."""
 
     def end(number, frame):
         signal.signal(number, signal.SIG_DFL)  # a second signal ends this process at once
@@ -159,7 +159,7 @@ def run_child(command: list[str]) -> subprocess.CompletedProcess:
     try:
         for number in ending:
             signal.signal(number, end)
-        return subprocess.run(command, capture_output=True, text=True)
+        yield
     finally:
         for number in ending:
             signal.signal(number, signal.SIG_DFL)

@@ -11,10 +11,9 @@ others offer.  Each run has a process of its own.
 
 import itertools
 import json
-import sys
+import os
 import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from harness.cli import command_line, flags, tables
 from harness.cli.command_line import RunError, UserError
@@ -30,8 +29,8 @@ from harness.cli.flags import (
 from harness.cli.workload import Workload, model_line, size_in_words
 from harness.profiling.kernel_facts import KERNELS, PLAYBOOK_KERNELS, RUNGS
 from harness.records import run_records
+from next_steps.studies.prepared import Prepared, prepared
 
-HERE = Path(__file__).parents[2]  # the project's folder
 BASELINE, CUDA_GRAPH = "baseline", "cuda_graph"  # the first rung and the last
 CPU_MINUTES = "five to ten"
 FLOAT8 = [OPPONENTS[name] for name in FP8_OPPONENTS]
@@ -44,20 +43,16 @@ FLAGS["--plot"] = flags.row("time and memory of each run, as a picture", metavar
 PLAIN_RUN = {"kernels": (), "fp8": None, "cuda_graph": False, "opponent": None}
 
 
-def run_script(script: str, workload: Workload, *flags: str) -> dict:
-    """Run a script on a workload in a process of its own, and return the script's record."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record.json"
-        how = [HERE / script] if script.endswith(".py") else ["-m", script]
-        command = [sys.executable, *how, *workload.as_flags(), *flags, "--json", path]
-        run = command_line.run_child([str(part) for part in command])
-        if run.returncode != 0:
-            said = (run.stderr.strip() or run.stdout.strip()).splitlines()
-            # CUDA may print more after the sentence
-            sentences = [line for line in said if line.startswith("error: ")]
-            reason = [f"exit code {run.returncode}", *said[-1:], *sentences][-1]
-            raise RunError(f"{' '.join([script, *own_flags(workload), *flags])} failed: {reason}")
-        return json.loads(path.read_text())
+def run_script(process: Prepared, script: str, workload: Workload, *flags: str) -> dict:
+    """Run a script on a workload in a process, and return the script's record."""
+    record = process.output.with_suffix(".json")
+    if not process.run([script, *workload.as_flags(), *flags, "--json", str(record)]):
+        # CUDA may print more after the sentence
+        said = process.lines()
+        sentences = [line for line in said if line.startswith("error: ")]
+        reason = [f"exit code {process.process.returncode}", *said[-1:], *sentences][-1]
+        raise RunError(f"{' '.join([script, *own_flags(workload), *flags])} failed: {reason}")
+    return json.loads(record.read_text())
 
 
 def own_flags(workload: Workload) -> list[str]:
@@ -106,11 +101,10 @@ def other_runs(workload: Workload, graphs: bool) -> tuple[list[tuple[str, Worklo
     return runs, absent
 
 
-def profile_of(workload: Workload) -> dict:
+def profile_of(process: Prepared, workload: Workload) -> dict:
     """Return what the ladder's record takes from the baseline's profile."""
     profiled = replace(workload, steps=None, lr=None)  # the profiler has no such flags
-    with tempfile.TemporaryDirectory() as folder:
-        profile = run_script("profile_baseline.py", profiled, "--trace", f"{folder}/trace.json")
+    profile = run_script(process, "profile_baseline.py", profiled, "--trace", os.devnull)
     categories_ms = {name: part["us"] / 1e3 for name, part in profile["categories"].items()}
     ms = {"categories_ms": categories_ms, "busy_ms": profile["busy_us"] / 1e3}
     return {"copy_gbs": profile["ceilings"]["copy_gbs"], **ms}
@@ -128,52 +122,57 @@ def run_ladder(workload: Workload, record_to: str | None, plot_to: str | None) -
         print(tables.NO_GPU_NOTE + "\n")
     graphs = HAS_GPU and workload.steps > WARMUP_STEPS
     others, absent = other_runs(workload, graphs)
-    numbers, n_runs = itertools.count(1), 2 + len(RUNGS) + graphs + len(others)
+    n_runs = 2 + len(RUNGS) + graphs + len(others)
     long = "" if HAS_GPU else f", with --model {flags.TINY_MODEL} {CPU_MINUTES} minutes in all"
     print(f"The ladder is {n_runs} runs, each in a process of its own{long}:")
+    numbers = range(1, n_runs + 1)
+    with tempfile.TemporaryDirectory() as folder, prepared(folder, numbers) as processes:
 
-    def announce(name: str) -> None:
-        print(f"{next(numbers)} of {n_runs}: {name} ...", flush=True)
+        def next_process(name: str) -> Prepared:
+            """Say which run begins, and return its process."""
+            process = next(processes)
+            print(f"{process.name} of {n_runs}: {name} ...", flush=True)
+            return process
 
-    announce(f"profile of the {BASELINE}")
-    record = {"kind": "ladder", "environment": run_records.environment(), **workload.as_record()}
-    record |= {"rungs": [], "absent": absent, **profile_of(workload)}
+        profiled = next_process(f"profile of the {BASELINE}")
+        record = {"kind": "ladder", "environment": run_records.environment()}
+        record |= workload.as_record() | {"rungs": [], "absent": absent}
+        record |= profile_of(profiled, workload)
 
-    def add_run(name: str, predicted_ms: float | None, run_of: Workload) -> dict:
-        """Run a workload and add what was measured; return the run's record."""
-        announce(name)
-        run = run_script(script_of(run_of), run_of)
-        step_ms = 1e3 * run["median_seconds"]
-        row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
-        row |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
-        keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
-        row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
-        record["rungs"].append(row)
-        run_records.write_record(record_to, record, is_whole=False)  # it may be ended
-        if HAS_GPU:
-            print(f"    {step_ms:,.1f} ms per step", flush=True)
-        return run
+        def add_run(name: str, predicted_ms: float | None, run_of: Workload) -> dict:
+            """Run a workload and add what was measured; return the run's record."""
+            run = run_script(next_process(name), script_of(run_of), run_of)
+            step_ms = 1e3 * run["median_seconds"]
+            row = {"name": name, "predicted_ms": predicted_ms, "step_ms": step_ms}
+            row |= {f"{p}_ms": 1e3 * run[f"{p}_seconds"] for p in ("p20", "p80")}
+            keys = "losses", "tokens_per_second", "peak_memory_bytes", "kernels"
+            row |= {key: run[key] for key in (*keys, "validation_loss_after", "busy_ms")}
+            record["rungs"].append(row)
+            run_records.write_record(record_to, record, is_whole=False)  # it may be ended
+            if HAS_GPU:
+                print(f"    {step_ms:,.1f} ms per step", flush=True)
+            return run
 
-    baseline = add_run(BASELINE, None, workload)
-    record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
-    sizes, kernels, busy_ms = sizes_of(ModelFacts(config, workload)), (), record["busy_ms"]
-    for rung in RUNGS:
-        kernels = (*kernels, rung.name)
-        floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
-        saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
-        busy_ms -= saved_ms
-        predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
-        add_run(rung.name, predicted_ms, replace(workload, kernels=kernels))
-    if graphs:
-        # what is left of the step is the GPU's own time
-        predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
-        in_graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
-        add_run(CUDA_GRAPH, predicted_ms, in_graph)
-    for name, other in others:
-        try:
-            add_run(name, None, other)
-        except RunError as error:
-            record["absent"].append(str(error))
+        baseline = add_run(BASELINE, None, workload)
+        record |= {key: baseline[key] for key in ("parameters", "warmup_steps")}
+        sizes, kernels, busy_ms = sizes_of(ModelFacts(config, workload)), (), record["busy_ms"]
+        for rung in RUNGS:
+            kernels = (*kernels, rung.name)
+            floor_ms = rung.floor_bytes(sizes) / record["copy_gbs"] / 1e6
+            saved_ms = (record["categories_ms"][rung.category] if rung.category else 0.0) - floor_ms
+            busy_ms -= saved_ms
+            predicted_ms = record["rungs"][-1]["step_ms"] - saved_ms
+            add_run(rung.name, predicted_ms, replace(workload, kernels=kernels))
+        if graphs:
+            # what is left of the step is the GPU's own time
+            predicted_ms = min(busy_ms, record["rungs"][-1]["step_ms"])
+            in_graph = replace(workload, kernels=tuple(KERNELS), cuda_graph=True)
+            add_run(CUDA_GRAPH, predicted_ms, in_graph)
+        for name, other in others:
+            try:
+                add_run(name, None, other)
+            except RunError as error:
+                record["absent"].append(str(error))
     print("\n" + render(record))
     if plot_to:
         plot([record], plot_to)
