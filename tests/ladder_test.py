@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -121,7 +122,7 @@ def test_the_strongest_other_is_the_fastest_without_a_kernel_of_ours():
 
 
 def ladder_of_a_made_up_gpu(
-    monkeypatch, step_ms: list[float], has_gpu: bool, liger: bool, tmp_path, *flags: str
+    monkeypatch, step_ms: Iterable[float], has_gpu: bool, liger: bool, tmp_path, *flags: str
 ) -> tuple:
     """(record, calls of run_script): a run takes the next of these times, then 50 ms."""
     calls, times = [], iter(step_ms)
