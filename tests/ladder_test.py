@@ -221,6 +221,17 @@ def test_each_rung_adds_one_kernel_and_then_come_the_others(monkeypatch, tmp_pat
     assert of_runs == {(2000.0, 5000.0, 40.0)}
 
 
+def test_a_ladder_that_is_ended_leaves_the_runs_that_it_made(monkeypatch, tmp_path):
+    def then_ctrl_c():
+        yield from (100.0, 90.0)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ladder_of_a_made_up_gpu(monkeypatch, then_ctrl_c(), True, True, tmp_path)
+    record = run_records.read_record(str(tmp_path / "ladder.json"), "ladder")
+    assert [rung["name"] for rung in record["rungs"]] == ["baseline", ladder.RUNGS[0].name]
+
+
 TOO_OLD = "A100 is of sm_80, and GPUs multiply FP8 from sm_89 on: leave FP8 out."
 
 
