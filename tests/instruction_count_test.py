@@ -92,6 +92,21 @@ def test_a_copy_in_bulk_and_code_that_nvdisasm_cannot_read_are_refused():
         instruction_count.disassemble(b"no code")
 
 
+@pytest.mark.parametrize("name", ["%pair_0", "%pair.0"], ids=["to 3.8", "from 3.9"])
+def test_an_address_is_followed_to_the_argument_or_to_an_element_of_one(name):
+    """Triton 3.9 writes an element of a tuple with a dot."""
+    ttir = f"""
+      tt.func public @kernel(%x_ptr: !tt.ptr<bf16>, {name}: !tt.ptr<bf16>, %n: i32) {{
+        %a = tt.splat {name} : !tt.ptr<bf16> -> tensor<8x!tt.ptr<bf16>>
+        %a_1 = tt.addptr %a, %lane : tensor<8x!tt.ptr<bf16>>, tensor<8xi32>
+        %b = tt.load %a_1 : tensor<8x!tt.ptr<bf16>>
+        scf.for %i = %c0 to %n step %c1 : i32 {{
+          %c = tt.splat %x_ptr : !tt.ptr<bf16> -> tensor<8x!tt.ptr<bf16>>
+          tt.store %c, %b : tensor<8x!tt.ptr<bf16>>
+    """
+    assert [*instruction_count.accesses(ttir)] == [("load", 1, False), ("store", 0, True)]
+
+
 def test_the_quotient_by_hand():
     """H200: 67e12 / 2 instructions of threads, 4.8e12 bytes a second; GB300: 40e12 and 7.1e12."""
     for gpu, threads, n_bytes in (("H200", 67e12 / 2, 4.8e12), ("GB300", 40e12, 7.1e12)):

@@ -170,19 +170,19 @@ class Traffic(NamedTuple):
 def accesses(ttir: str) -> Iterator[tuple[str, int, bool]]:
     """Yield ("load" or "store", which of the pointers, whether in a loop) of Triton's own code."""
     header = next(line for line in ttir.splitlines() if "tt.func public" in line)
-    pointers = re.findall(r"(%\w+): !tt\.ptr", header)
+    pointers = re.findall(r"(%[\w.]+): !tt\.ptr", header)
     source = {name: name for name in pointers}
     loops = []  # how far the loops are indented that a line lies in
     for line in ttir.splitlines():
         indent = len(line) - len(line.lstrip())
         loops = [each for each in loops if each < indent]
-        for name, initial in re.findall(r"(%\w+) = (%[\w#]+)", line):  # what a loop carries
+        for name, initial in re.findall(r"(%[\w.]+) = (%[\w.#]+)", line):  # what a loop carries
             source[name] = source.get(initial)
         if "scf.for" in line or "scf.while" in line:
             loops.append(indent)
-        if made := re.match(r"\s*(%\w+) = (?!tt\.load|scf)\S+ (%[\w#]+)", line):
+        if made := re.match(r"\s*(%[\w.]+) = (?!tt\.load|scf)\S+ (%[\w.#]+)", line):
             source[made[1]] = source.get(made[2])
-        if found := re.search(r"tt\.(load|store) (%[\w#]+)", line):
+        if found := re.search(r"tt\.(load|store) (%[\w.#]+)", line):
             if source.get(found[2]) is None:
                 raise ValueError(f"no argument is the source of {found[2]} in: {line.strip()}")
             yield found[1], pointers.index(source[found[2]]), bool(loops)
