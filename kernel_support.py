@@ -11,7 +11,7 @@
 
 A lesson is carried away as two files: itself and this one.
 
-Without a GPU Triton's interpreter runs the kernels, on the CPU.  In Triton 3.6 and 3.7 it gives
+Without a GPU Triton's interpreter runs the kernels, on the CPU.  In Triton 3.6 to 3.9 it gives
 other numbers than a GPU in three places, which this file mends:
 
 - fp32 -> bf16 drops the lower 16 bits, where a GPU rounds to nearest, ties to even.  The
@@ -21,11 +21,12 @@ other numbers than a GPU in three places, which this file mends:
 - fp32 -> fp8 (e4m3) adds the first bit that is dropped, and may lose the carry: 1.99 becomes 1.
   Ties do not go to even, subnormal numbers are truncated, NaN becomes a number, and a number that
   is too large becomes any number.  A GPU rounds to nearest, ties to even, and stops at 448.
-- `tl.fma(x, y, z)` rounds x * y, and then the sum; a GPU rounds once.  For a logit of 10,000 the
-  first rounding is already 5e-4, and exp turns it into a relative error.
+- `tl.fma(x, y, z)` rounds x * y, and then the sum; a GPU rounds once, and so does Triton 3.9.  For
+  a logit of 10,000 the first rounding is already 5e-4, and exp turns it into a relative error.
 
 With NumPy 2.4 the interpreter of Triton 3.5 and 3.6 also runs no loop whose bound is a number of
-the kernel: it converts an array of one number to int, which NumPy now refuses.
+the kernel: it converts an array of one number to int, which NumPy now refuses.  And Triton 3.9's
+takes no mask that is made of one comparison for all lanes.
 
 Three things are not mended.  No kernel here needs them:
 
@@ -443,6 +444,7 @@ if INTERPRETED:
     _patch_lang_tensor = interpreter._patch_lang_tensor
     _cast = InterpreterBuilder.cast_impl
     _convert = InterpreterBuilder.create_fp_to_fp
+    _splat = InterpreterBuilder.create_splat
 
     def cast_impl(self, src, dst_type):
         source, target = src.dtype.scalar, dst_type.scalar
@@ -464,6 +466,12 @@ if INTERPRETED:
             codes = torch.from_numpy(np.array(src.data)).view(torch.float8_e4m3fn)
             return TensorHandle(codes.float().numpy(), target)
         return _convert(self, src, dst_type, rounding_mode)
+
+    def create_splat(self, *given):
+        splat, number = _splat(self, *given), given[-1].data
+        if number.dtype == np.bool_:  # else it gets the type of what was compared
+            return TensorHandle(splat.data.astype(np.bool_), tl.int1)
+        return splat
 
     def create_fma(self, x, y, z):
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
@@ -497,4 +505,5 @@ if INTERPRETED:
     interpreter._patch_lang_tensor = patch_tensor
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+    InterpreterBuilder.create_splat = create_splat
     InterpreterBuilder.create_fma = create_fma

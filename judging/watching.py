@@ -261,7 +261,7 @@ class WatchedBuilder(InterpreterBuilder):
         super().set_grid_idx(*self.launch.index_of(self.launch.program))
 
     def create_load(self, pointers, *rest):
-        return self.create_masked_load(pointers, None, None)
+        return self.create_masked_load(pointers, None, None, *rest)
 
     def create_masked_load(self, pointers, mask, other, *rest, **named):
         inside = self.launch.reach("load", pointers, mask)
@@ -272,14 +272,14 @@ class WatchedBuilder(InterpreterBuilder):
             outside = np.asarray(mask.data, dtype=bool) & ~inside.data
             value = np.where(outside, value, 0 if dropped else other.data).astype(value.dtype)
         value = TensorHandle(value, pointers.get_element_ty())
-        return super().create_masked_load(pointers, inside, value, None, None, False)
+        return super().create_masked_load(pointers, inside, value, *rest, **named)
 
     def create_store(self, pointers, value, *rest):
-        self.create_masked_store(pointers, value, None)
+        self.create_masked_store(pointers, value, None, *rest)
 
     def create_masked_store(self, pointers, value, mask, *rest):
         inside = self.launch.reach("store", pointers, mask)
-        super().create_masked_store(pointers, value, inside, None, None)
+        super().create_masked_store(pointers, value, inside, *rest)
 
     def create_atomic_rmw(self, operation, pointers, value, mask, *rest):
         inside = self.launch.reach("atomic", pointers, mask)

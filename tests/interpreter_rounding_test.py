@@ -38,6 +38,13 @@ def _fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, BLOCK_SIZE: tl.constexpr):
     tl.store(out_ptr + lane, tl.fma(x, y, z))
 
 
+@triton.jit
+def _copy_if_kernel(flag_ptr, x_ptr, out_ptr, N, BLOCK_SIZE: tl.constexpr):
+    lane = tl.arange(0, BLOCK_SIZE)
+    mask = (lane < N) & tl.load(flag_ptr)
+    tl.store(out_ptr + lane, tl.load(x_ptr + lane, mask=mask, other=7.0))
+
+
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x (n,), n a power of two, converted by a kernel."""
     out = torch.empty_like(x, dtype=dtype)
@@ -210,6 +217,14 @@ def test_types_that_are_kept_are_tritons_own(element, shape):
     assert {name: str(value) for name, value in vars(kept).items()} == {
         name: str(value) for name, value in vars(own[1]).items()
     }
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_one_flag_masks_all_lanes(flag):
+    """Triton 3.9's interpreter refuses a mask that is made so."""
+    x, out = torch.arange(4.0, device=DEVICE), torch.empty(4, device=DEVICE)
+    _copy_if_kernel[(1,)](torch.tensor([flag], device=DEVICE), x, out, 3, BLOCK_SIZE=4)
+    assert out.tolist() == ([0.0, 1.0, 2.0, 7.0] if flag else [7.0] * 4)
 
 
 # ---------------------------------------------------------------------------- where a user has it

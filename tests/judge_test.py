@@ -45,7 +45,6 @@ REFUSED = {  # what the interpreter takes: the line that is shown, and a part of
     f"z = None\n    {LOOP}z = x if z is None else z + x": (LOOP[:-9], "z is not a triton value"),
     f"{LOOP}if i > 3:\n            break": ("break", "Break"),
     "x = x * LIMIT": ("x = x * LIMIT", "global variable LIMIT"),
-    "x = tl.where(0 <= cols < n_cols, x, 0.0)": ("x = tl.where(", "multiple comparison"),
     "print(row)": ("print(row)", "not string"),
     "x = x + sum([1, 2])": ("x = x + sum([1, 2])", "sum is not defined"),
     "x = x + int(row / 4)": ("x = x + int(row / 4)", "int() argument"),
