@@ -15,26 +15,24 @@ Without a GPU Triton's interpreter runs the kernels, on the CPU.  In Triton 3.6 
 other numbers than a GPU in three places, which this file mends:
 
 - fp32 -> bf16 drops the lower 16 bits, where a GPU rounds to nearest, ties to even.  The
-  interpreter so rounds towards zero: weights in bf16 lose norm in every step of an optimizer.
-  Besides, some NaN become infinity, a number beyond bf16's range does not, subnormal numbers come
-  out wrong in both directions, and integers and fp64 are not converted at all.
+  interpreter so rounds towards zero: bf16 weights lose norm in every step of an optimizer.  Some
+  NaN become infinity, a number beyond bf16's range does not, subnormal numbers come out wrong in
+  both directions, and integers and fp64 are not converted.
 - fp32 -> fp8 (e4m3) adds the first bit that is dropped, and may lose the carry: 1.99 becomes 1.
   Ties do not go to even, subnormal numbers are truncated, NaN becomes a number, and a number that
   is too large becomes any number.  A GPU rounds to nearest, ties to even, and stops at 448.
 - `tl.fma(x, y, z)` rounds x * y, and then the sum; a GPU rounds once, and so does Triton 3.9.  For
   a logit of 10,000 the first rounding is already 5e-4, and exp turns it into a relative error.
 
-With NumPy 2.4 the interpreter of Triton 3.5 and 3.6 also runs no loop whose bound is a number of
-the kernel: it converts an array of one number to int, which NumPy now refuses.  And Triton 3.9's
-takes no mask that is made of one comparison for all lanes.
+Besides, with NumPy 2.4 the interpreter of Triton 3.5 and 3.6 runs no loop whose bound is a number
+of the kernel, and that of Triton 3.9 takes no mask that is made of one comparison for all lanes.
 
 Three things are not mended.  No kernel here needs them:
 
 - `tl.fma` of fp64, and fp64 -> bf16, which is rounded to fp32 first;
 - arithmetic on bf16 values: for +, -, *, <, `tl.dot` the interpreter takes their bits for
   integers.  Convert to fp32 first, as all kernels here do;
-- fp8 of other formats than e4m3 (`tl.float8e4nv`), or to and from anything but fp32; casts with
-  `fp_downcast_rounding=`.
+- fp8 but e4m3 (`tl.float8e4nv`) to and from fp32; casts with `fp_downcast_rounding=`.
 """
 
 import contextlib
@@ -412,10 +410,9 @@ def round_to_bf16(x: np.ndarray) -> np.ndarray:
 def fused_multiply_add(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     """Return x * y + z of fp32 or fp16 arrays, rounded once.
 
-    In float64 the product is exact, but the sum may not be.  The float64 nearest to the sum could
-    lie in the middle of two fp32 numbers although the sum does not.  So an inexact sum becomes the
-    one of its two float64 neighbours whose last bit is 1: it never lies in such a middle, and it
-    lies on the same side of each middle as the sum (rounding to odd: Boldo and Melquiond, 2008).
+    In float64 the product is exact.  The float64 nearest to the sum could lie in the middle of two
+    fp32 numbers, although the sum does not.  So an inexact sum becomes that neighbour in float64
+    whose last bit is 1: never in a middle, and on the sum's side (Boldo and Melquiond, 2008).
     """
     with np.errstate(all="ignore"):  # infinities and NaN come out as they should
         product, z64 = x.astype(np.float64) * y, z.astype(np.float64)
@@ -439,11 +436,9 @@ if INTERPRETED:
             if isinstance(function, JITFunction):
                 setattr(namespace, name, InterpretedFunction(function.fn))
 
-    _patch_lang = interpreter._patch_lang  # called at every launch
+    _patch_lang, _patch_lang_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     _nothing_to_restore = getattr(interpreter, "_LangPatchScope", lambda: None)
-    _patch_lang_tensor = interpreter._patch_lang_tensor
-    _cast = InterpreterBuilder.cast_impl
-    _convert = InterpreterBuilder.create_fp_to_fp
+    _cast, _convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
     _splat = InterpreterBuilder.create_splat
 
     def cast_impl(self, src, dst_type):
@@ -460,18 +455,17 @@ if INTERPRETED:
         if source == tl.float32 and target == tl.float8e4nv:
             # PyTorch 2.11 turns a number beyond 448, the largest, into NaN, so limit it first.
             limited = torch.from_numpy(np.array(src.data, np.float32)).clamp(-448, 448)
-            codes = limited.to(torch.float8_e4m3fn).view(torch.uint8)
-            return TensorHandle(codes.numpy(), target)
+            return TensorHandle(limited.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), target)
         if source == tl.float8e4nv and target == tl.float32:
             codes = torch.from_numpy(np.array(src.data)).view(torch.float8_e4m3fn)
             return TensorHandle(codes.float().numpy(), target)
         return _convert(self, src, dst_type, rounding_mode)
 
-    def create_splat(self, *given):
-        splat, number = _splat(self, *given), given[-1].data
-        if number.dtype == np.bool_:  # else it gets the type of what was compared
-            return TensorHandle(splat.data.astype(np.bool_), tl.int1)
-        return splat
+    def create_splat(self, *shape_and_number):
+        *shape, number = shape_and_number
+        if number.data.dtype == np.bool_:  # it has the type of what was compared
+            number = TensorHandle(number.data, tl.int1)
+        return _splat(self, *shape, number)
 
     def create_fma(self, x, y, z):
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
@@ -488,9 +482,8 @@ if INTERPRETED:
 
     def patch_language(function):
         """Do what the interpreter does, but not at each tl.sum too: a third of its time."""
-        if all(language.static_print is print for language in languages(function)):
-            return _nothing_to_restore()
-        return _patch_lang(function)
+        is_patched = all(language.static_print is print for language in languages(function))
+        return _nothing_to_restore() if is_patched else _patch_lang(function)
 
     def patch_tensor(tensor, *scope):
         _patch_lang_tensor(tensor, *scope)
@@ -503,7 +496,5 @@ if INTERPRETED:
     interpreter._get_np_dtype = numpy_dtype
     interpreter._patch_lang = patch_language
     interpreter._patch_lang_tensor = patch_tensor
-    InterpreterBuilder.cast_impl = cast_impl
-    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
-    InterpreterBuilder.create_splat = create_splat
-    InterpreterBuilder.create_fma = create_fma
+    for mended in (cast_impl, create_fp_to_fp, create_splat, create_fma):
+        setattr(InterpreterBuilder, mended.__name__, mended)

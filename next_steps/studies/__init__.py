@@ -1,1 +1,3 @@
-"""Experiments, a script each: ladder, scaling, FP8, longest.  May import rooms up to finetuning."""
+"""Experiments, a script each: ladder, scaling, FP8, longest, predictions.  prepared.py: processes
+that import ahead.  May import rooms up to finetuning.
+"""
