@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,12 @@ def killed_at_each_change(start: Path, folder: Path, function) -> Iterator[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    """Each file's bytes; of a model their hash, because pytest compares two models for minutes."""
+    files = ((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): sha256(found).digest() if len(found) > 9999 else found
+        for path, found in files
+    }
 
 
 # ---------------------------------------------------------------- whole or not at all
