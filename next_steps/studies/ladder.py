@@ -295,9 +295,9 @@ def plot(records: list[dict], path: str) -> None:
         memory.set_yticks([])
         times.set_title(size_in_words(record), loc="left")
     first = records[0]
-    env = first["environment"]
+    dates = " and ".join(sorted({record["environment"]["date"] for record in records}))
     figure.suptitle(
-        f"{first['model']}, {first['dtype']}, {env['gpu']}, {env['date']}\n"
+        f"{first['model']}, {first['dtype']}, {first['environment']['gpu']}, {dates}\n"
         "orange: with our kernels, grey: the baseline, blue: others; "
         "black marks: what the baseline's profile predicted for the rung"
     )
