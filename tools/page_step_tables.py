@@ -15,6 +15,7 @@ from harness.model.families import FAMILIES
 from harness.profiling.kernel_facts import PLAYBOOK_KERNELS
 from harness.records.run_records import relative_differences
 from next_steps.comparisons import compare_profiles
+from next_steps.comparisons.benchmark_peers import CUTE
 from next_steps.studies import frontier, ladder, scaling_tables
 from tools import page_records
 from tools.make_records import STEP_SIZES
@@ -45,6 +46,7 @@ SHORT_NAMES = {  # for a column that must not be wide
     OPPONENTS["compile-reduce-overhead"]: "compile+graph",
     OPPONENTS["torchao-tensorwise"]: "torchao",
     OPPONENTS["torchao-rowwise"]: "torchao, rows",
+    CUTE: "Liger, CuTe",
 }
 
 
@@ -82,7 +84,8 @@ def gain_of_kernel(label: str, kernel: str, tokens: int, mine: str) -> tuple[str
     cells = [f"{row.total / 1e3:.2f} ms" for row in shown]
     if kernel == "cross_entropy":
         cells = [f"{cell}, {row.mb / 1e3:.1f} GB" for cell, row in zip(cells, shown)]
-    cells[1] = f"{rival.removesuffix(ending)}: {cells[1]}"
+    name = rival.removesuffix(ending)
+    cells[1] = f"{SHORT_NAMES.get(name, name)}: {cells[1]}"
     eager, other, ours = (row.total for row in shown)
     return label, *cells, times(eager / ours, 1), times(other / ours)
 
@@ -184,7 +187,8 @@ def ladder_table(size: str) -> str:
 def others_table(size: str) -> str:
     """The runs beside the rungs."""
     (base, *_), runs = ladder.blocks(load_record(f"ladder_{size}"))
-    return Table.of([Column("others", "name"), *beside_the_baseline(base)], runs).markdown()
+    name = Column("others", lambda run: run["name"].replace("compiled layers", "compiled"))
+    return Table.of([name, *beside_the_baseline(base)], runs).markdown()
 
 
 def graphs(size: str) -> str:
