@@ -123,7 +123,7 @@ def test_what_is_listed_exists_and_is_in_the_order_of_its_value():
     ("name", "line"),
     [
         ("check_toolchain", "These kernels run here: yes"),
-        ("benchmark_rmsnorm", "65,536 ours 6"),
+        ("benchmark_rmsnorm", "65,536 ours 653.7 4,056 95"),
         ("profile_1x512", "Largest recoverable cost: optimizer"),
         ("finetune_baseline_4x2048", "Median time per step: 0.841 s"),
         ("ladder_1x512", "+ cuda_graph 7,393 2.62"),
