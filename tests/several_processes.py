@@ -67,7 +67,10 @@ def train(folder: Path, case: str, batch_size: int) -> None:
 
 
 def fail(how: str) -> None:
-    """Rank 1 fails in its second step, while the others wait for it."""
+    """Rank 1 fails in its second step, while the others wait for it.
+
+    The way is named: on GPUs auto takes steps of its own before the first one, to predict memory.
+    """
     from harness.steps import stepping
 
     real, calls = stepping.training_step, []
@@ -81,7 +84,7 @@ def fail(how: str) -> None:
         return real(*arguments)
 
     stepping.training_step = training_step
-    sys.argv = ["finetune_baseline.py", *TINY, "--steps", "4"]
+    sys.argv = ["finetune_baseline.py", *TINY, "--steps", "4", "--parallel", "ddp"]
     import finetune_baseline
 
     finetune_baseline.main()
