@@ -14,6 +14,7 @@ wait, so that the GPU does not wait.  After --seconds the current run and all ot
 So the most important runs come first in each group.  Exit code 1 if a run failed or was ended.
 """
 
+import json
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from harness.benchmark.benchmark_specs import SPECS
 from harness.cli import command_line
 from harness.cli.command_line import UserError, positive_int
 from harness.cli.processes import DDP, FSDP
+from next_steps.studies.predict import measured_in
 from next_steps.studies.prepared import prepared
 
 HERE = Path(__file__).parents[1]
@@ -56,8 +58,8 @@ ESTIMATED |= {
     "Llama-3.1-8B_1x512_8bit": f"{SMALL} {ALL} --moments 8bit",
     "Llama-3.1-8B_4_times_1x2048": f"{SMALL} --seq-len 2048 --accumulate 4 {ALL}",
 }
-# of what a run prints, the line that matters: the last one with such words, else the last one
-MATTERS = re.compile("kernels run here|ours  |Median time|Largest recoverable|^. cuda_graph")
+# of what a run prints, what matters: the first line like this, else the last line
+MATTERS = r"(These kernels run here|Median time|\+ cuda_graph).*|Largest recoverable.*?-bound"
 
 # {group: {record: what writes it}}
 RUNS: dict[str, dict[str, str]] = {
@@ -195,13 +197,21 @@ def make_records(
             missing -= done
             lines = process.lines() or ["nothing was printed"]
             took = time.monotonic() - start
-            told = [line for line in lines if done and MATTERS.search(line)] or lines
+            told = what_matters(lines, Path(record)) if done else lines[-1]
             how = "" if done else "failed: " if took < limit else "time is over: "
-            ended = f"{took:.0f} s, {how}{' '.join(told[-1].split())}"
+            ended = f"{took:.0f} s, {how}{' '.join(told.split())}"
             print(ended, flush=True)
             with (aside / "log.txt").open("a") as log:
                 print(begun, ended, file=log)
     return missing
+
+
+def what_matters(lines: list[str], path: Path) -> str:
+    """Return our kernel's time at the last size of a benchmark's record, or a line of a run."""
+    if path.exists() and (record := json.loads(path.read_text()))["kind"] == "benchmark":
+        *_, last = (row for row in measured_in(record) if row.kind == "kernel")
+        return f"{last.name}: {last.us:,.1f} us alone"
+    return [*(found[0] for line in lines if (found := re.match(MATTERS, line))), lines[-1]][0]
 
 
 def commands_of(names: list[str]) -> dict[str, str]:
