@@ -155,6 +155,16 @@ COUNTS = [count for r in RESULTS if r["kind"] == "instructions" for count in r["
 ESTIMATES = [record for record in RESULTS if record["kind"] == "estimate"]
 
 
+@pytest.mark.parametrize("kind", ["benchmark", "profile", "finetune", "ladder"])
+def test_all_that_a_record_measured_has_names_of_its_own(kind):
+    """Rows of one name become their mean, as FP8's rungs of a ladder and bf16's would."""
+    found = [[*predict.measured_in(record)] for record in RESULTS if record["kind"] == kind]
+    assert any(found)
+    for rows in found:
+        names = [(row.kind, row.name) for row in rows]
+        assert len({*names}) == len(names), names
+
+
 @pytest.mark.parametrize("name", ["H200", "H100 80GB HBM3"])
 def test_of_itself_a_gpu_is_predicted_exactly(name):
     record = predict_all([Source(name, of_gpu(RESULTS, name), COUNTS)], name, ESTIMATES)

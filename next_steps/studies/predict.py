@@ -20,6 +20,7 @@ from typing import NamedTuple
 from harness.benchmark.benchmark_specs import IN_PLACE, OURS, SPECS, numbers
 from harness.cli import command_line, output_files, tables
 from harness.cli.command_line import UserError
+from harness.cli.flags import IN_FP8
 from harness.cli.tables import Column, Table
 from harness.profiling.ceilings import ceilings_of, flops_at_ceilings_us
 from harness.profiling.diagnose import GRAPH_SHARE, replaced_by
@@ -93,7 +94,7 @@ def measured_in(record: dict) -> Iterator[Measured]:
         yield Measured("step", name_of(record), *us, {}, record)
     for rung in record["rungs"] if record["kind"] == "ladder" else ():
         plain = rung["name"].startswith(ladder.BASELINE)
-        if (plain or ladder.is_ours(rung)) and "FP8" not in rung["name"]:
+        if plain or (ladder.is_ours(rung) and not rung["name"].startswith(IN_FP8)):
             graph = rung["name"].endswith((ladder.CUDA_GRAPH, ladder.IN_A_GRAPH))
             step = record | rung | {"cuda_graph": graph}
             us = 1e3 * rung["step_ms"], 1e3 * rung["busy_ms"]
