@@ -191,6 +191,17 @@ def test_the_kept_score_is_that_of_the_kept_records(name):
         )
 
 
+def test_what_was_measured_stands_beside_what_was_predicted_on_one_line():
+    """Wide tables are cut: a GB300's, as if its records were an H200's."""
+    record = predict.prediction_of("GB300")
+    gpu = {"environment": {"gpu": "NVIDIA GB300"}}
+    add_score(record, [each | gpu for each in of_gpu(RESULTS, "H200")])
+    text = render(record)
+    for kind in ("Kernel", "Call", "Profile", "Step"):
+        header = next(line for line in text.splitlines() if line.startswith(f"{kind}  "))
+        assert header.split()[1:4] == ["predicted", "measured", "ratio"], header
+
+
 def test_the_sealed_prediction_has_the_checksum_that_the_page_says():
     sealed = (predict.KEPT / "predicted_gb300.json").read_bytes()
     assert hashlib.sha256(sealed).hexdigest() in (predict.KEPT.parent / "docs/gb300.md").read_text()

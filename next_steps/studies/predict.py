@@ -292,8 +292,8 @@ def render(record: dict) -> str:
     ]
     memory = [Column("GB", lambda row: row["peak"] / 1e9, ".1f")]
     if any("ratio" in row for row in rows):
-        shown.append(Column("measured", "measured_us", milliseconds))
-        shown.append(Column("ratio", "ratio", ".3f"))
+        measured = Column("measured", "measured_us", milliseconds), Column("ratio", "ratio", ".3f")
+        shown = [shown[1], *measured, *shown[2:], shown[0]]  # a wide table is cut behind the ratio
         memory.append(Column("ratio", "peak_ratio", ".4f"))
     lines = [
         tables.title(f"{record['gpu']}, predicted from {' and '.join(record['sources'])}"),
