@@ -284,16 +284,16 @@ def milliseconds(us: float) -> str:
 def render(record: dict) -> str:
     gpu, rates = GPUS[record["gpu"]], record["ceilings"]
     rows = [row for row in record["rows"] if row.get("ratio", True)]
-    shown = [
-        Column("source, ms", "source_us", milliseconds),
-        Column("predicted", "us", milliseconds),
+    source = Column("source, ms", "source_us", milliseconds)
+    predicted = Column("predicted", "us", milliseconds)
+    more = [
         Column("range", lambda row: " to ".join(milliseconds(row[key]) for key in ("low", "high"))),
         Column("first", "limit", align="left"),
     ]
-    memory = [Column("GB", lambda row: row["peak"] / 1e9, ".1f")]
-    if any("ratio" in row for row in rows):
-        measured = Column("measured", "measured_us", milliseconds), Column("ratio", "ratio", ".3f")
-        shown = [shown[1], *measured, *shown[2:], shown[0]]  # a wide table is cut behind the ratio
+    shown, memory = [source, predicted, *more], [Column("GB", lambda row: row["peak"] / 1e9, ".1f")]
+    if any("ratio" in row for row in rows):  # first what belongs together: a wide table is cut
+        measured = Column("measured", "measured_us", milliseconds)
+        shown = [predicted, measured, Column("ratio", "ratio", ".3f"), *more, source]
         memory.append(Column("ratio", "peak_ratio", ".4f"))
     lines = [
         tables.title(f"{record['gpu']}, predicted from {' and '.join(record['sources'])}"),
